@@ -1,0 +1,17 @@
+"""A paged KV cache for every Hugging Face model.
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="hf_paged")
+    model.generate(**inputs, past_key_values=PagedCache(config=model.config))
+
+Importing this package registers "hf_paged" with transformers as an attention and mask function.
+"""
+
+from .attention import register
+from .cache import PagedCache
+from .pool import BlockPool, PoolExhausted
+from .report import CacheReport
+
+__all__ = ["BlockPool", "CacheReport", "PagedCache", "PoolExhausted"]
+__version__ = "0.1.0"
+
+register()

@@ -1,0 +1,228 @@
+"""What is registered with transformers under the name "hf_paged": attention and mask functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from .backends import AttentionCall, Backend, backend_for
+from .backends.dense import causal_mask, reference_attention
+from .batch import KVLength
+from .step import Pattern
+from .view import LayerPages, LazyMask, PagedView, without_gradient
+
+NAME = "hf_paged"
+
+
+def register() -> None:
+    """Make `attn_implementation="hf_paged"` known to transformers."""
+    AttentionInterface.register(NAME, paged_attention)
+    AttentionMaskInterface.register(NAME, paged_mask)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention as transformers' `AttentionInterface` calls it.
+
+    Args:
+        module: the attention layer; `is_causal` is read from it where the argument is None.
+        query: [rows, heads, queries, head_dim].
+        key, value: [rows, kv_heads, columns, head_dim], paged views or ordinary tensors.
+        attention_mask: a `LazyMask`, an ordinary mask, or None.
+        scaling, dropout, softcap, s_aux (sinks), position_bias: as models pass them.
+
+    Returns:
+        Output [rows, queries, heads, value_dim]; weights only where they were asked for.
+    """
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    wants_weights = bool(kwargs.get("output_attentions", False))
+    if isinstance(key, PagedView) and isinstance(value, PagedView) and key.pages is value.pages:
+        pages = key.pages
+        extras = {
+            "position bias": position_bias is not None,
+            "output_attentions": wants_weights,
+            "dropout": dropout > 0,
+        }
+        plan = _plan(query, pages, attention_mask, causal, extras, scaling, softcap, s_aux)
+        if not isinstance(plan, str):
+            backend, call = plan
+            pages.calls.paged += 1
+            step = pages.group.step
+            return without_gradient(query, lambda: step.pad(backend.attend(call))), None
+        pages.calls.dense[plan] += 1
+    key, value = _dense(key), _dense(value)
+    mask = None if attention_mask is None else _dense(attention_mask)
+    if softcap is None and s_aux is None and not wants_weights:
+        bias = {} if position_bias is None else {"position_bias": position_bias}
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout, scaling, is_causal, **bias, **kwargs
+        )
+    if mask is None and causal and query.shape[2] > 1:
+        mask = causal_mask(query.shape[2], key.shape[2], query.device)
+    out, weights = reference_attention(
+        query,
+        key,
+        value,
+        mask,
+        scaling=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        position_bias=position_bias,
+        dropout=dropout,
+    )
+    return out, weights if wants_weights else None
+
+
+def paged_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask as transformers' `AttentionMaskInterface` asks for it.
+
+    For a PagedCache it is a `LazyMask`, and the cache learns from it which columns are padding;
+    otherwise it is what `sdpa_mask` returns.
+
+    Raises:
+        ValueError: the 2-D mask does not have one entry for each cached and new column.
+    """
+
+    def build(kv_length: int, skip: bool) -> torch.Tensor | None:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=skip,
+            device=device,
+            **kwargs,
+        )
+
+    if not isinstance(kv_length, KVLength):
+        return build(kv_length, allow_is_causal_skip)
+    batch, kv_length = kv_length.batch, int(kv_length)
+    kwargs["allow_is_bidirectional_skip"] = False
+    shape = (batch_size, 1, q_length, kv_length)
+    mask = LazyMask(shape, device, lambda: build(kv_length, False))
+    mask.kv_length, mask.kv_offset = kv_length, kv_offset
+    mask.new_tokens = None
+    hides_nothing = True
+    if attention_mask is not None:
+        if attention_mask.shape[-1] != kv_offset + kv_length:
+            raise ValueError(
+                f"The attention_mask covers {attention_mask.shape[-1]} tokens, but {q_length} new "
+                f"ones follow {kv_offset + kv_length - q_length} in the cache; it must cover all."
+            )
+        columns = attention_mask.to("cpu", torch.bool).numpy()
+        mask.new_tokens = columns[:, kv_offset + kv_length - q_length :]
+        hides_nothing = batch.past_padding(columns)
+    mask.pattern = None
+    if allow_is_causal_skip and hides_nothing:
+        mask.pattern = _ask_pattern(mask_function, local_size, kwargs.get("config"))
+    batch.note_mask(mask)
+    return mask
+
+
+def _ask_pattern(mask_function: Callable[..., Any], local_size: int | None, config: Any) -> Pattern:
+    """Sliding and chunked masks come with the same arguments; where both may be, ask the mask."""
+    if local_size is None:
+        return Pattern()
+    if getattr(config, "attention_chunk_size", None) == local_size:
+        # In a chunked mask one token in each `local_size` does not see the one in front of it.
+        row, query = torch.zeros(1, dtype=torch.long), torch.arange(1, local_size + 1)
+        if not bool(mask_function(row, row, query, query - 1).all()):
+            return Pattern("chunked", local_size)
+    return Pattern("sliding", local_size)
+
+
+def _pattern(mask: torch.Tensor | None, pages: LayerPages, is_causal: bool) -> Pattern | None:
+    """What the mask allows, if no more than a pattern; None otherwise."""
+    if mask is None:
+        queries = pages.group.step.columns
+        return Pattern() if queries == 1 or (is_causal and pages.kv_length == queries) else None
+    if not isinstance(mask, LazyMask):
+        return None
+    fits = (mask.kv_length, mask.kv_offset) == (pages.kv_length, pages.kv_offset)
+    return mask.pattern if fits else None
+
+
+def _plan(
+    query: torch.Tensor,
+    pages: LayerPages,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    extras: dict[str, bool],
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[Backend, AttentionCall] | str:
+    """A backend that reads the blocks and the call for it, or why there is none.
+
+    Args:
+        extras: what no paged backend does, by name, and whether the call asks for it.
+    """
+    backend = backend_for(pages.backend, query.device)
+    if backend is None:
+        return "no paged backend for this device"
+    for name, is_asked in extras.items():
+        if is_asked:
+            return name
+    step, (_, kv_heads, head_dim) = pages.group.step, pages.token_keys.shape
+    if (
+        (query.shape[0], query.shape[2], query.shape[3]) != (len(step), step.columns, head_dim)
+        or query.shape[1] % kv_heads
+        or query.dtype != pages.token_keys.dtype
+        or not step.is_current
+    ):
+        return "queries that are not this step's"
+    pattern = _pattern(mask, pages, is_causal)
+    if pattern is None:
+        return "a mask that is more than causal, sliding or chunked"
+    call = AttentionCall(
+        query=step.unpad(query.detach()),
+        keys=pages.token_keys,
+        values=pages.token_values,
+        storage=pages.storage,
+        group=pages.group,
+        pattern=pattern,
+        first_visible=pages.group.first_visible(pattern, pages.kv_offset),
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks=None if sinks is None else sinks.detach(),
+    )
+    return backend.refusal(call) or (backend, call)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, PagedView | LazyMask):
+        return without_gradient(tensor, tensor.densify)
+    return tensor

@@ -1,0 +1,296 @@
+"""The rows of one cache as its layers see them: which step each layer is in, and what it reads.
+
+transformers updates the layers one by one and never says where a forward begins or ends. A layer
+that has seen as many columns as the batch begins a step; one that is behind belongs to the step
+that is under way. If a step begins while layers are behind, the forward before it failed, and what
+it had appended is rolled back.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import numpy as np
+import torch
+
+from .pool import BlockPool
+from .step import GroupStep, Step
+from .table import BlockTables, Tokens
+from .view import Calls, LayerPages, LazyMask, gather
+
+ENV_DEBUG = "HF_PAGED_DEBUG"
+
+
+class KVLength(int):
+    """`kv_length` as `Cache.get_mask_sizes` returns it: an int that knows whose length it is.
+
+    transformers hands it to the mask function unchanged, which so learns of the cache.
+    """
+
+    batch: Batch
+
+    def __new__(cls, length: int, batch: Batch) -> KVLength:
+        self = super().__new__(cls, length)
+        self.batch = batch
+        return self
+
+
+class Batch:
+    """The state that the layers of a cache share.
+
+    Args:
+        pool: where the blocks are.
+        backend: name of the attention backend.
+    """
+
+    def __init__(self, pool: BlockPool, backend: str):
+        self.pool, self.backend = pool, backend
+        self.tables = BlockTables(pool)
+        self.step: Step | None = None
+        self._group_steps: list[GroupStep] = []
+        self.record_past = False
+        self.calls = Calls()
+        self.is_freed = False
+        self._behind: set[int] = set()  # layers that the step under way has not updated yet
+        self._idle: set[int] = set()  # layers that the model passes over
+        self._has_completed = False
+        self._blamed: frozenset[int] = frozenset()  # layers behind at the last roll-back
+        # Alive exactly while the forward that made it runs, so a failed one leaves nothing behind.
+        self._mask: weakref.ref[LazyMask] | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.tables.tokens)
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens of all complete steps."""
+        self._check_usable()
+        if self._behind and self.step is not None:
+            return self.step.before
+        return self.tables.tokens
+
+    @property
+    def columns(self) -> int:
+        """Columns of all complete steps."""
+        return self.tokens.columns
+
+    def mask_sizes(self, queries: int, window: int | None) -> tuple[KVLength, int]:
+        """(kv_length, kv_offset) for `queries` new columns, as `DynamicCache` would show them."""
+        past = self.columns
+        visible = past if window is None else min(past, window - 1)
+        return KVLength(visible + queries, self), past - visible
+
+    def past_padding(self, mask: np.ndarray) -> bool:
+        """Compare a 2-D mask (bool [rows, all columns]) with the tokens stored so far.
+
+        Returns:
+            True if it masks no stored token, so that what is stored is what may be seen.
+
+        Raises:
+            ValueError: it shows a column that was padding and is not stored.
+        """
+        tokens = self.tokens
+        if not tokens.columns:
+            return True
+        stored, past = tokens.mask(), mask[:, : tokens.columns]
+        if len(stored) not in (1, len(past)):
+            raise self._wrong_rows(len(past))
+        if (past & ~stored).any():
+            raise ValueError(
+                "The attention_mask shows columns that were padding when they were computed; a "
+                "PagedCache does not store padding, so pass the same mask for them again."
+            )
+        return bool((past == stored).all())
+
+    def note_mask(self, mask: LazyMask) -> None:
+        """Remember the mask of the forward under way; it says which new columns are tokens."""
+        self._mask = weakref.ref(mask)
+
+    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerPages:
+        """Write a layer's new K/V ([rows, kv_heads, columns, head_dim]) and show all of them.
+
+        Raises:
+            PoolExhausted: too few blocks are free; nothing is written.
+            ValueError: K/V of another batch, shape, dtype or device than the layer's.
+        """
+        self._check_usable()
+        _check_states(layer, keys, values)
+        if layer in self._behind or layer in self._idle:
+            step = self._continue_step(layer, keys)
+        else:
+            self.pool.size_by(layer, keys, values)
+            self.pool.layer_storage(layer, keys, values)  # so that a wrong shape takes no block
+            step = self._begin_step(keys.shape[0], keys.shape[2])
+        self._behind.discard(layer)
+        storage = self.pool.layer_storage(layer, keys, values)
+        group = self._group_steps[self.pool.group_of_layer[layer]]
+        with torch.no_grad():
+            new_keys, new_values = step.unpad(keys), step.unpad(values)
+            storage.write(group.slots, *(group.keep_stored(t) for t in (new_keys, new_values)))
+        past = step.before.columns
+        visible = past if group.window is None else min(past, group.window - 1)
+        return LayerPages(
+            group,
+            storage,
+            keys,
+            values,
+            new_keys,
+            new_values,
+            visible + step.columns,
+            past - visible,
+            self.calls,
+            self.backend,
+        )
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's K and V that the next query can see, [rows, kv_heads, columns, head_dim]."""
+        index, tokens = self.pool.group_of_layer[layer], self.tokens
+        group = self.pool.groups[index]
+        window = tokens.columns if group.window is None else group.window - 1
+        slots = self.tables.column_slots(index, tokens, min(tokens.columns, window))
+        storage = group.storage[layer]
+        return gather(storage.keys, slots), gather(storage.values, slots)
+
+    def select(self, rows: np.ndarray) -> None:
+        """Make the rows `rows` of the present ones; an index may repeat or be left out."""
+        self._settle()
+        if not self.rows:
+            return
+        self._replace_tables(rows)
+        self._end_step()
+
+    def forked(self, rows: np.ndarray) -> Batch:
+        """A new batch of rows `rows` that shares every block."""
+        self._settle()
+        batch = Batch(self.pool, self.backend)
+        batch.tables = self.tables.select(rows)
+        batch.record_past = self.record_past
+        batch._idle, batch._has_completed = set(self._idle), self._has_completed
+        return batch
+
+    def crop(self, columns: int) -> None:
+        """Drop the last `columns` columns and what no window reaches any more.
+
+        Raises:
+            ValueError: there are not that many.
+            RuntimeError: a window's older tokens are gone.
+        """
+        self._settle()
+        if not 0 <= columns <= self.columns:
+            raise ValueError(f"Cannot crop {columns} tokens of a cache that holds {self.columns}.")
+        if columns:
+            self.tables.truncate(self.columns - columns)
+        self.tables.drop_outside_windows()
+        self._end_step()
+
+    def reset(self) -> None:
+        """Give all blocks back; the batch is as new."""
+        self._check_usable()
+        self._end_step()
+        self._behind.clear()
+        self._blamed = frozenset()
+        self.tables.release()
+
+    def free(self) -> None:
+        """Give all blocks back for good."""
+        if not self.is_freed:
+            self.reset()
+            self.is_freed = True
+
+    def _begin_step(self, rows: int, columns: int) -> Step:
+        self._settle()
+        self._end_step()
+        if not self.columns and self.rows != rows:
+            self.tables = BlockTables(self.pool, rows)
+        if self.rows not in (1, rows):
+            raise self._wrong_rows(rows)
+        if not self.record_past:
+            self.tables.drop_outside_windows()
+        is_fork = self.rows != rows  # one row serves as the prompt of many
+        if is_fork:
+            self._replace_tables(np.zeros(rows, np.int64))
+        before, new = self.tables.tokens, self._new_tokens(rows, columns)
+        try:
+            self.tables.append(columns, new, self.record_past)
+        except BaseException:
+            if is_fork:
+                self._replace_tables(np.zeros(1, np.int64))
+            raise
+        tables = self.tables
+        self.step = step = Step(before, tables.tokens, new)
+        self._group_steps = [
+            GroupStep(step, tables, index, self.record_past) for index in range(len(tables.tables))
+        ]
+        self._behind = set(self.pool.group_of_layer) - self._idle
+        if os.environ.get(ENV_DEBUG) == "1":
+            self.pool.check()
+        return step
+
+    def _continue_step(self, layer: int, keys: torch.Tensor) -> Step:
+        step = self.step
+        assert step is not None
+        if (keys.shape[0], keys.shape[2]) != (len(step), step.columns):
+            raise ValueError(
+                f"Layer {layer} got K/V of {keys.shape[0]} rows and {keys.shape[2]} tokens in a "
+                f"step of {len(step)} rows and {step.columns} tokens."
+            )
+        self._idle.discard(layer)
+        if not self._has_completed:
+            # Layers run in order: what the first step has passed over holds no K/V.
+            self._idle.update(other for other in self._behind if other < layer)
+            self._behind -= self._idle
+        return step
+
+    def _settle(self) -> None:
+        """Roll back the step that a failed forward has left unfinished."""
+        self._check_usable()
+        if self._behind and self.step is not None:
+            behind = frozenset(self._behind)
+            if behind == self._blamed and not self._has_completed:
+                raise RuntimeError(
+                    f"The model has twice left layers {sorted(behind)} without K/V, so no step of "
+                    "this cache is ever complete; if the forwards failed, reset() the cache."
+                )
+            self._blamed = behind
+            before = self.step.before
+            self._end_step()
+            self.tables.truncate(before.columns)
+            self._behind.clear()
+        elif self.step is not None:
+            self._has_completed = True
+
+    def _end_step(self) -> None:
+        if self.step is not None:
+            self.step.is_current = False
+            self.step, self._group_steps = None, []
+
+    def _replace_tables(self, rows: np.ndarray) -> None:
+        old, self.tables = self.tables, self.tables.select(rows)
+        old.release()
+
+    def _new_tokens(self, rows: int, columns: int) -> np.ndarray | None:
+        mask = self._mask() if self._mask is not None else None
+        self._mask = None
+        if mask is None or mask.new_tokens is None or mask.new_tokens.shape != (rows, columns):
+            return None
+        return mask.new_tokens
+
+    def _wrong_rows(self, rows: int) -> ValueError:
+        return ValueError(
+            f"The cache holds {self.rows} rows, the input has {rows}; a cache of one row serves "
+            "any number, any other must get the rows that it holds."
+        )
+
+    def _check_usable(self) -> None:
+        if self.is_freed:
+            raise RuntimeError("This PagedCache was freed; make a new one.")
+
+
+def _check_states(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+        raise ValueError(
+            f"Layer {layer} got K of shape {tuple(keys.shape)} and V of {tuple(values.shape)}; "
+            "both must be [batch, kv_heads, tokens, head_dim]."
+        )

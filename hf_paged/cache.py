@@ -1,0 +1,225 @@
+"""`PagedCache`: what a user passes to `generate`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Cache, PreTrainedConfig
+
+from .backends import backend_for, check_backend
+from .batch import Batch
+from .geometry import layer_types
+from .layers import PagedLayer, make_layers
+from .pool import BlockPool
+from .report import CacheReport
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+class PagedCache(Cache):
+    """A `transformers.Cache` that keeps K/V in fixed-size blocks.
+
+        model.generate(**inputs, past_key_values=PagedCache(config=model.config))
+
+    Args:
+        config: the model's config; the cache makes a pool of its own for it.
+        pool: a pool to share with other caches, instead of a config.
+        block_size: token slots in a block.
+        num_blocks: blocks of each layer group. With neither this nor `max_memory` the pool grows.
+        max_memory: bytes over all layers, as an int or as text such as "4GiB".
+        backend: "auto", or the name of an attention backend; the environment variable
+            HF_PAGED_BACKEND goes before it.
+        share_prompts: store prompts that are identical within a batch once.
+
+    Raises:
+        ValueError: naming the argument that is wrong, or the two that contradict each other.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        pool: BlockPool | None = None,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        num_blocks: int | None = None,
+        max_memory: int | str | None = None,
+        backend: str = "auto",
+        share_prompts: bool = True,
+    ):
+        if (config is None) == (pool is None):
+            raise ValueError("Pass either config (for a pool of its own) or pool, one of them.")
+        backend = check_backend(backend)
+        if pool is None:
+            assert config is not None
+            pool = BlockPool(
+                config, block_size=block_size, num_blocks=num_blocks, max_memory=max_memory
+            )
+        else:
+            if not isinstance(pool, BlockPool):
+                raise ValueError(f"pool must be a BlockPool, not {type(pool).__name__}.")
+            if num_blocks is not None or max_memory is not None:
+                raise ValueError("The pool sets num_blocks and max_memory; pass them to BlockPool.")
+            if block_size not in (DEFAULT_BLOCK_SIZE, pool.block_size):
+                raise ValueError(
+                    f"block_size={block_size} contradicts the pool's, which is {pool.block_size}."
+                )
+        self._set_batch(Batch(pool, backend))
+
+    def _set_batch(self, batch: Batch) -> None:
+        self._batch = batch
+        super().__init__(layers=make_layers(batch, layer_types(batch.pool.config)))
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of this cache, and of all that it shares with."""
+        return self._batch.pool
+
+    @property
+    def block_tables(self) -> list[list[int]]:
+        """For each row the physical block of each logical block (full-attention group)."""
+        table = self._batch.tables.tables[0]
+        return [row[row >= 0].tolist() for row in table]
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """For each row the tokens that it holds, padding not counted."""
+        return self._batch.tokens.lengths.tolist()
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the cache, -1 before the first forward."""
+        return self._batch.rows or -1
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
+        """(keys, values, window) of each layer, as DynamicCache yields them."""
+        for layer in self.layers:
+            window = getattr(layer, "_window", None)
+            yield (
+                getattr(layer, "keys", None),
+                getattr(layer, "values", None),
+                None if window is None else torch.tensor(window),
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens (columns) of every row, and what no window reaches any more.
+
+        Args:
+            tokens_to_remove: minus the number of tokens, as transformers passes it.
+
+        Raises:
+            ValueError: it is positive, or there are not that many tokens.
+            RuntimeError: a window has moved past the tokens that would be needed again.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes minus the number of tokens to remove, not {tokens_to_remove}."
+            )
+        self._batch.crop(-tokens_to_remove)
+        for layer in self._foreign_layers():
+            layer.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make row i what row `beam_idx[i]` is now; moves table entries, never K/V."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, in that order; an index may repeat."""
+        rows = np.asarray(torch.as_tensor(indices).cpu())
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64).reshape(-1)
+        self._batch.select(rows)
+        for layer in self._foreign_layers():
+            _select_foreign(layer, rows)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Make each row `repeats` rows, one after the other, that share every block."""
+        self.batch_select_indices(torch.arange(self._batch.rows).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """Give all blocks back; the cache is as new."""
+        self._batch.reset()
+        for layer in self._foreign_layers():
+            layer.reset()
+
+    def fork(self, n: int = 1) -> PagedCache:
+        """A new cache that shares every block; its rows are these rows, each n times in a row."""
+        if not isinstance(n, int) or n < 1:
+            raise ValueError(f"n must be a whole number of at least 1, not {n!r}.")
+        rows = np.arange(self._batch.rows).repeat(n)
+        forked = copy.copy(self)
+        forked._set_batch(self._batch.forked(rows))
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, PagedLayer):
+                forked.layers[index] = copy.deepcopy(layer)
+                _select_foreign(forked.layers[index], rows)
+        return forked
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        return self.fork()
+
+    def free(self) -> None:
+        """Give all blocks back now; the cache cannot be used any more."""
+        self._batch.free()
+
+    def __enter__(self) -> PagedCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.free()
+
+    def report(self) -> CacheReport:
+        """What the cache holds, what a DynamicCache would, and which way attention went."""
+        tokens, batch = self._batch.tokens, self._batch
+        blocks = shared = slots = stored = num_bytes = dense_bytes = 0
+        for index, group in enumerate(batch.pool.groups):
+            held = np.unique(batch.tables.held(index))
+            blocks += len(held)
+            shared += int((group.ref_counts[held] > 1).sum())
+            slots += len(held) * group.block_size
+            stored += batch.tables.filled_slots(index)
+            kept = tokens.columns
+            if group.window is not None:
+                kept = min(kept, group.window - 1)
+            for storage in group.storage.values():
+                per_block = storage.num_bytes // group.capacity
+                num_bytes += len(held) * per_block
+                dense_bytes += len(tokens) * kept * per_block // group.block_size
+        device = self._device()
+        backend = backend_for(batch.backend, device) if device is not None else None
+        return CacheReport(
+            rows=len(tokens),
+            tokens=int(tokens.lengths.sum()),
+            blocks=blocks,
+            block_size=batch.pool.block_size,
+            slots=slots,
+            wasted_slots=slots - stored,
+            shared_blocks=shared,
+            bytes=num_bytes,
+            dense_bytes=dense_bytes,
+            backend=backend.name if backend is not None else "dense",
+            paged_calls=batch.calls.paged,
+            dense_calls=dict(batch.calls.dense),
+        )
+
+    def _device(self) -> torch.device | None:
+        for group in self.pool.groups:
+            for storage in group.storage.values():
+                return storage.keys.device
+        return None
+
+    def _foreign_layers(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+
+def _select_foreign(layer: Any, rows: np.ndarray) -> None:
+    # Of transformers' layers all can reorder, and an index_select repeats and selects as well.
+    layer.reorder_cache(torch.from_numpy(rows))

@@ -1,0 +1,156 @@
+"""One forward: its tokens, and the index arrays that all layers of a group share.
+
+Everything here is derived from the block tables once a step and group, on the host, and moved to
+a device at its first use there.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from .table import BlockTables, Tokens, first_block
+
+
+class Pattern(NamedTuple):
+    """What a query may look at: all in front of it, a window of `size`, or its chunk of `size`."""
+
+    kind: Literal["causal", "sliding", "chunked"] = "causal"
+    size: int = 0
+
+
+class Step:
+    """The columns that one forward appends to every row.
+
+    Args:
+        before, after: the tokens in front of the step and with it.
+        new: bool [rows, columns], which of the step's columns are tokens; None if all are.
+    """
+
+    def __init__(self, before: Tokens, after: Tokens, new: np.ndarray | None):
+        self.before, self.after = before, after
+        self.columns = self.after.columns - before.columns
+        self.counts = self.after.lengths - before.lengths
+        if new is None or new.all():
+            self._real = None
+            self.token_row = np.repeat(np.arange(len(before)), self.columns)
+            rank = np.tile(np.arange(self.columns), len(before))
+        else:
+            self._real = np.flatnonzero(new)
+            self.token_row = self._real // self.columns
+            rank = new.cumsum(1).reshape(-1)[self._real] - 1
+        self.token_position = before.lengths[self.token_row] + rank
+        self.is_current = True
+
+    def __len__(self) -> int:
+        """Rows of the batch."""
+        return len(self.before)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_row)
+
+    @cached_property
+    def token_starts(self) -> np.ndarray:
+        """int64 [rows + 1], where each row's new tokens start among all new tokens (indptr)."""
+        return np.concatenate([[0], self.counts.cumsum()])
+
+    @cached_property
+    def _real_index(self) -> torch.Tensor | None:
+        return None if self._real is None else torch.from_numpy(self._real)
+
+    def unpad(self, states: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, columns, dim] -> [tokens, heads, dim], without the padding."""
+        flat = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
+        index = self._real_index
+        return flat if index is None else flat.index_select(0, index.to(states.device))
+
+    def pad(self, states: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, dim] -> [rows, columns, heads, dim], zeros where a column is padding."""
+        shape = (len(self), self.columns, *states.shape[1:])
+        index = self._real_index
+        if index is not None:
+            flat = states.new_zeros((shape[0] * shape[1], *shape[2:]))
+            states = flat.index_copy_(0, index.to(states.device), states)
+        return states.view(shape)
+
+
+class GroupStep:
+    """A step as the layers of one group see it.
+
+    Args:
+        step: the step.
+        tables: the block tables, with the step's columns appended.
+        index: the group's index in the pool.
+        keep_past: whether blocks are held beyond the windows.
+
+    Attributes:
+        table: int32 [rows, width], physical block of each logical block, -1 where none is held.
+        window: the group's window, None for full attention.
+        block_size: slots in a block.
+    """
+
+    def __init__(self, step: Step, tables: BlockTables, index: int, keep_past: bool):
+        group = tables.pool.groups[index]
+        self.step = step
+        self._tables = tables  # whoever reads this step keeps its blocks held
+        self._index = index
+        self.table = tables.tables[index]
+        self.window, self.block_size = group.window, group.block_size
+        row, position = step.token_row, step.token_position
+        self._stored: np.ndarray | None = None  # new tokens that the group keeps, None for all
+        if group.window is not None and not keep_past:
+            kept = position >= first_block(group, step.after)[row] * group.block_size
+            if not kept.all():
+                self._stored = np.flatnonzero(kept)
+                row, position = row[kept], position[kept]
+        self._slots = tables.slots(index, row, position)
+        self._begins: dict[tuple[Pattern, int], np.ndarray] = {}
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """int64 [stored tokens], the slot that each new token is written to."""
+        return torch.from_numpy(self._slots)
+
+    def keep_stored(self, states: torch.Tensor) -> torch.Tensor:
+        """Of [tokens, heads, dim] the states that are written: those that a later query can see."""
+        if self._stored is None:
+            return states
+        return states.index_select(0, torch.from_numpy(self._stored).to(states.device))
+
+    def row_slots(self, row: int, start: int, stop: int) -> torch.Tensor:
+        """int64 [stop - start], the slots of tokens `start` to `stop` of `row`."""
+        return torch.from_numpy(self._tables.slots(self._index, row, np.arange(start, stop)))
+
+    def past_slots(self, columns: int) -> np.ndarray:
+        """int64 [rows, columns], slots of the last past columns, -1 where a column is padding."""
+        return self._tables.column_slots(self._index, self.step.before, columns)
+
+    def first_visible(self, pattern: Pattern, kv_offset: int) -> np.ndarray:
+        """int64 [tokens], the first token of its row that each new token may look at.
+
+        Args:
+            pattern: what the mask allows, in columns.
+            kv_offset: the first column that the layer still shows.
+        """
+        key = (pattern, kv_offset)
+        if key not in self._begins:
+            self._begins[key] = self._first_visible(pattern, kv_offset)
+        return self._begins[key]
+
+    def _first_visible(self, pattern: Pattern, kv_offset: int) -> np.ndarray:
+        step, after = self.step, self.step.after
+        column = np.arange(step.before.columns, after.columns)[None].repeat(len(step), 0)
+        if pattern.kind == "sliding":
+            lowest = column - pattern.size + 1
+        elif pattern.kind == "chunked":  # chunks count from the row's first token
+            mask = after.mask()
+            padding = np.where(mask.any(1), mask.argmax(1), after.columns)[:, None]
+            lowest = padding + (column - padding) // pattern.size * pattern.size
+        else:
+            lowest = np.zeros_like(column)
+        begin = after.count_before(np.maximum(lowest, kv_offset)).reshape(-1)
+        return begin if step._real is None else begin[step._real]

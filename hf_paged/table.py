@@ -1,0 +1,290 @@
+"""The rows of a cache: which columns of each row are tokens, and the blocks that hold them.
+
+A *column* is a position in the padded batch as transformers sees it; a *token* is a column that is
+not padding. Only tokens are stored: token t of a row is in slot `t % block_size` of the physical
+block `table[row, t // block_size]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .pool import BlockGroup, BlockPool
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which columns of each row are tokens.
+
+    Attributes:
+        columns: columns so far.
+        lengths: int64 [rows], tokens of each row.
+        is_token: bool [rows, columns] if some row has padding behind a token (a *hole*), else None:
+            then a row's tokens are its last `length` columns.
+    """
+
+    columns: int
+    lengths: np.ndarray
+    is_token: np.ndarray | None = None
+
+    @classmethod
+    def none(cls, rows: int) -> Tokens:
+        return cls(0, np.zeros(rows, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def is_unpadded(self) -> bool:
+        return bool((self.lengths == self.columns).all())
+
+    def mask(self) -> np.ndarray:
+        """bool [rows, columns], True where a column is a token."""
+        if self.is_token is not None:
+            return self.is_token
+        return np.arange(self.columns) >= (self.columns - self.lengths)[:, None]
+
+    def extend(self, columns: int, new: np.ndarray | None) -> Tokens:
+        """Append columns; `new` (bool [rows, columns]) says which are tokens, None that all are."""
+        if new is None or new.all():
+            is_token = self.is_token
+            if is_token is not None:
+                is_token = np.pad(is_token, ((0, 0), (0, columns)), constant_values=True)
+            return Tokens(self.columns + columns, self.lengths + columns, is_token)
+        has_holes = (
+            self.is_token is not None
+            or bool((new[:, :-1] & ~new[:, 1:]).any())
+            or not bool(new[self.lengths > 0].all())
+        )
+        return Tokens(
+            self.columns + columns,
+            self.lengths + new.sum(1),
+            np.concatenate([self.mask(), new], axis=1) if has_holes else None,
+        )
+
+    def truncate(self, columns: int) -> Tokens:
+        """Keep the first `columns` columns."""
+        if self.is_token is not None:
+            kept = self.is_token[:, :columns]
+            return Tokens(columns, kept.sum(1), kept)
+        padding = self.columns - self.lengths
+        return Tokens(columns, np.maximum(columns - padding, 0))
+
+    def select(self, rows: np.ndarray) -> Tokens:
+        is_token = None if self.is_token is None else self.is_token[rows]
+        return replace(self, lengths=self.lengths[rows], is_token=is_token)
+
+    def count_before(self, columns: np.ndarray) -> np.ndarray:
+        """Tokens of each row in front of its `columns` ([rows, n] or broadcastable to it)."""
+        columns = np.clip(columns, 0, self.columns)
+        if self.is_token is None:
+            return np.maximum(columns - (self.columns - self.lengths)[:, None], 0)
+        counts = np.pad(self.is_token.cumsum(1), ((0, 0), (1, 0)))
+        return np.take_along_axis(
+            counts, np.broadcast_to(columns, (len(self), columns.shape[1])), 1
+        )
+
+    def count_last(self, columns: int) -> np.ndarray:
+        """Tokens of each row in the last `columns` columns."""
+        if self.is_token is None:
+            return np.minimum(self.lengths, columns)
+        return self.is_token[:, max(self.columns - columns, 0) :].sum(1)
+
+
+class BlockTables:
+    """Block tables of all rows of a cache, one array a layer group.
+
+    Attributes:
+        tokens: which columns are tokens.
+        tables: for each group int32 [rows, width], the physical block of each logical block, -1
+            where the row holds none (behind its end, or out of the group's window).
+    """
+
+    def __init__(self, pool: BlockPool, rows: int = 0):
+        self.pool = pool
+        self.tokens = Tokens.none(rows)
+        self.tables = [np.full((rows, 8), -1, np.int32) for _ in pool.groups]
+        pool.register(self)
+
+    def held(self, group: int) -> np.ndarray:
+        """The blocks of `group` that the rows hold, each as often as it is held."""
+        table = self.tables[group]
+        return table[table >= 0]
+
+    def slots(self, group: int, row: np.ndarray | int, position: np.ndarray) -> np.ndarray:
+        """int64, the slot of token `position` of `row` (two arrays that broadcast)."""
+        size = self.pool.block_size
+        return self.tables[group][row, position // size].astype(np.int64) * size + position % size
+
+    def column_slots(self, group: int, tokens: Tokens, columns: int) -> np.ndarray:
+        """int64 [rows, columns], slots of the last columns of `tokens`, -1 for padding."""
+        index = np.arange(tokens.columns - columns, tokens.columns)[None]
+        slots = self.slots(group, np.arange(len(tokens))[:, None], tokens.count_before(index))
+        slots[~tokens.mask()[:, tokens.columns - columns :]] = -1
+        return slots
+
+    def filled_slots(self, group: int) -> int:
+        """Slots of the held blocks that hold a token; a shared slot counts once."""
+        table, size = self.tables[group], self.pool.block_size
+        fill = np.clip(self.tokens.lengths[:, None] - np.arange(table.shape[1]) * size, 0, size)
+        filled = np.zeros(self.pool.groups[group].capacity, np.int64)
+        np.maximum.at(filled, table[table >= 0], fill[table >= 0])
+        return int(filled.sum())
+
+    def select(self, rows: np.ndarray) -> BlockTables:
+        """New tables whose rows are `rows` of these; every block is shared, none is copied."""
+        selected = BlockTables(self.pool)
+        selected.tokens = self.tokens.select(rows)
+        with self.pool.lock:
+            for index, group in enumerate(self.pool.groups):
+                selected.tables[index] = self.tables[index][rows]
+                group.retain(selected.held(index))
+        return selected
+
+    def release(self) -> None:
+        """Give all blocks back; what remains is a cache of no rows."""
+        with self.pool.lock:
+            for index, group in enumerate(self.pool.groups):
+                group.release(self.held(index))
+                self.tables[index] = np.full((0, 8), -1, np.int32)
+        self.tokens = Tokens.none(0)
+
+    def __del__(self) -> None:
+        self.pool.drop(self.tables)
+
+    def append(self, columns: int, new: np.ndarray | None, keep_past: bool) -> None:
+        """Hold blocks for new columns, copying a shared block that they will write to.
+
+        Args:
+            columns: how many columns.
+            new: bool [rows, columns], which of them are tokens; None if all are.
+            keep_past: hold the blocks of every new token, also those that no window reaches.
+
+        Raises:
+            PoolExhausted: a group has too few free blocks; nothing has changed.
+        """
+        tokens = self.tokens.extend(columns, new)
+        with self.pool.lock:
+            needs = [
+                _Need(self, index, tokens, keep_past) for index in range(len(self.pool.groups))
+            ]
+            taken = self.pool.take([need.count for need in needs])
+            for need, blocks in zip(needs, taken, strict=True):
+                self.pool.copies += need.fill(blocks)
+            self.tokens = tokens
+
+    def truncate(self, columns: int) -> None:
+        """Drop all but the first `columns` columns.
+
+        Raises:
+            RuntimeError: a window's older blocks, which would be needed again, are gone.
+        """
+        tokens = self.tokens.truncate(columns)
+        size = self.pool.block_size
+        stops = -(-tokens.lengths // size)
+        for group, table in zip(self.pool.groups, self.tables, strict=True):
+            firsts = first_block(group, tokens)
+            blocks = np.arange(table.shape[1])
+            needed = (blocks >= firsts[:, None]) & (blocks < stops[:, None])
+            if (table[needed] < 0).any():
+                raise RuntimeError(
+                    f"Cannot crop {self.tokens.columns - columns} tokens: the tokens that the "
+                    f"window of {group.window} would need again are gone; call "
+                    "activate_past_recording() before the forward whose tokens will be cropped."
+                )
+        with self.pool.lock:
+            for group, table in zip(self.pool.groups, self.tables, strict=True):
+                _drop(group, table, np.arange(table.shape[1]) >= stops[:, None])
+            self.tokens = tokens
+
+    def drop_outside_windows(self) -> None:
+        """Give back the blocks that no window reaches any more."""
+        with self.pool.lock:
+            for group, table in zip(self.pool.groups, self.tables, strict=True):
+                if group.window is not None:
+                    firsts = first_block(group, self.tokens)
+                    _drop(group, table, np.arange(table.shape[1]) < firsts[:, None])
+
+    def check(self) -> None:
+        """Raise AssertionError unless each row holds exactly the blocks that it needs."""
+        stops = -(-self.tokens.lengths // self.pool.block_size)
+        for group, table in zip(self.pool.groups, self.tables, strict=True):
+            held = table >= 0
+            blocks = np.arange(table.shape[1])
+            firsts = first_block(group, self.tokens)
+            needed = (blocks >= firsts[:, None]) & (blocks < stops[:, None])
+            assert (held >= needed).all(), "a row lacks a block that it needs"
+            assert not (held & (blocks >= stops[:, None])).any(), "a row holds a block past its end"
+
+
+def first_block(group: BlockGroup, tokens: Tokens) -> np.ndarray:
+    """The first logical block of each row that a query behind `tokens` may look back on."""
+    if group.window is None:
+        return np.zeros(len(tokens), np.int64)
+    return (tokens.lengths - tokens.count_last(group.window - 1)) // group.block_size
+
+
+class _Need:
+    """The blocks of one group that an append needs: fresh ones and copies of shared ones."""
+
+    def __init__(self, tables: BlockTables, index: int, tokens: Tokens, keep_past: bool):
+        self.tables, self.index = tables, index
+        self.group = tables.pool.groups[index]
+        size = self.group.block_size
+        before, after = tables.tokens.lengths, tokens.lengths
+        firsts = np.zeros_like(after) if keep_past else first_block(self.group, tokens)
+        self.starts = np.maximum(-(-before // size), firsts)
+        self.fresh = np.maximum(-(-after // size) - self.starts, 0)
+        # Rows that will write behind the tokens of a partly filled last block.
+        last = before // size
+        self.rows = np.flatnonzero((before % size > 0) & (after > before) & (firsts <= last))
+        self.last = last[self.rows]
+        self._keep_only_shared()
+        self.count = int(self.fresh.sum()) + len(self.rows)
+
+    def _keep_only_shared(self) -> None:
+        """Of the rows that write to a block, leave those that have to write to a copy.
+
+        Where only rows of this append hold the block, the first of them may keep the original.
+        """
+        blocks = self.tables.tables[self.index][self.rows, self.last]
+        counts = self.group.ref_counts[blocks]
+        if (counts > 1).any():
+            _, first, writers = np.unique(blocks, return_index=True, return_counts=True)
+            keeps = np.zeros(len(blocks), bool)
+            keeps[first[writers == counts[first]]] = True
+            copies = ~keeps
+        else:
+            copies = np.zeros(len(blocks), bool)
+        self.rows, self.last = self.rows[copies], self.last[copies]
+
+    def fill(self, taken: np.ndarray) -> int:
+        """Put the blocks `taken` into the table; returns how many were copies."""
+        table = self._widened(int((self.starts + self.fresh).max(initial=0)))
+        copies, fresh = np.split(taken, [len(self.rows)])
+        if len(copies):
+            shared = table[self.rows, self.last].astype(np.int64)
+            self.group.copy_blocks(shared, copies)
+            self.group.release(shared)
+            table[self.rows, self.last] = copies
+        rows = np.repeat(np.arange(len(self.fresh)), self.fresh)
+        rank = np.arange(len(rows)) - np.repeat(self.fresh.cumsum() - self.fresh, self.fresh)
+        table[rows, self.starts[rows] + rank] = fresh
+        return len(copies)
+
+    def _widened(self, width: int) -> np.ndarray:
+        table = self.tables.tables[self.index]
+        if width > table.shape[1]:
+            missing = max(width, 2 * table.shape[1]) - table.shape[1]
+            table = np.pad(table, ((0, 0), (0, missing)), constant_values=-1)
+            self.tables.tables[self.index] = table
+        return table
+
+
+def _drop(group: BlockGroup, table: np.ndarray, where: np.ndarray) -> None:
+    dropped = where & (table >= 0)
+    if dropped.any():
+        group.release(table[dropped])
+        table[dropped] = -1

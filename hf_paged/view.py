@@ -1,0 +1,190 @@
+"""What stands in for K/V and for the mask between transformers and our attention function.
+
+A `PagedView` has the logical shape of a layer's keys or values and holds no data; a `LazyMask` has
+the shape of an attention mask and is not built. Our attention function recognises both. Any other
+code that touches one gets an ordinary tensor: it *densifies*. So what a model does with its keys,
+values or mask never decides whether the result is right, only whether it is fast.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from .pool import LayerStorage
+from .step import GroupStep, Pattern
+
+
+@dataclass
+class Calls:
+    """Attention calls of a cache: through the block tables, and gathered first, by reason."""
+
+    paged: int = 0
+    dense: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPages:
+    """A layer's K/V in one step: what is in the blocks, and the step's new states.
+
+    Attributes:
+        group: the step's index arrays.
+        storage: the layer's blocks.
+        keys, values: the new states as the model computed them, [rows, kv_heads, columns, dim].
+        token_keys, token_values: those of them that are tokens, [tokens, kv_heads, dim].
+        kv_length, kv_offset: the columns that the layer shows, as in `Cache.get_mask_sizes`.
+        calls: how often the layers of this cache were read which way.
+        backend: name of the attention backend to use, or "auto".
+    """
+
+    group: GroupStep
+    storage: LayerStorage
+    keys: torch.Tensor
+    values: torch.Tensor
+    token_keys: torch.Tensor
+    token_values: torch.Tensor
+    kv_length: int
+    kv_offset: int
+    calls: Calls
+    backend: str
+
+    def views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The (keys, values) views that `Cache.update` returns."""
+        keys, values = self.keys, self.values
+        return (
+            without_gradient(keys, lambda: PagedView(self, keys, self.storage.keys)),
+            without_gradient(values, lambda: PagedView(self, values, self.storage.values)),
+        )
+
+    def dense(self, new: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """[rows, kv_heads, kv_length, head_dim]: the past gathered from `blocks`, then `new`."""
+        if not self.group.step.is_current:
+            raise RuntimeError("These keys or values belong to an earlier step and are gone.")
+        past = self.kv_length - new.shape[2]
+        if past == 0:
+            return new
+        states = gather(blocks, self.group.past_slots(past)).to(new.dtype)
+        return torch.cat([states, new], dim=2)
+
+
+def gather(blocks: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+    """[rows, kv_heads, columns, head_dim] from `blocks`, zeros where a slot is -1.
+
+    Args:
+        blocks: [num_blocks, block_size, kv_heads, head_dim].
+        slots: int64 [rows, columns].
+    """
+    index = torch.from_numpy(np.maximum(slots, 0)).to(blocks.device)
+    states = blocks.view(-1, *blocks.shape[2:])[index]
+    if slots.min(initial=0) < 0:
+        states[torch.from_numpy(slots < 0).to(blocks.device)] = 0
+    return states.transpose(1, 2)
+
+
+class _Densifying(torch.Tensor):
+    """A tensor without data that becomes an ordinary one where any operation reads it."""
+
+    # The C++ default skips subclass handling that we do not need: every op reaches the dispatch.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def densify(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func._schema.is_mutable and isinstance(args[0], _Densifying):
+            raise args[0]._unwritable()
+
+        def dense(value: Any) -> Any:
+            return value.densify() if isinstance(value, _Densifying) else value
+
+        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self._unwritable()
+
+    def _unwritable(self) -> RuntimeError:
+        return RuntimeError(
+            f"A {type(self).__name__} holds no data that could be written to; write into a clone()."
+        )
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # the default would densify
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class PagedView(_Densifying):
+    """Keys or values of a layer: [rows, kv_heads, columns, head_dim]."""
+
+    pages: LayerPages
+    _new: torch.Tensor
+    _blocks: torch.Tensor
+    _dense: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, pages: LayerPages, new: torch.Tensor, blocks: torch.Tensor) -> PagedView:
+        shape = (new.shape[0], new.shape[1], pages.kv_length, new.shape[3])
+        view = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=new.dtype, device=new.device)
+        view.pages, view._new, view._blocks, view._dense = pages, new.detach(), blocks, None
+        return view
+
+    def densify(self) -> torch.Tensor:
+        if self._dense is None:
+            self._dense = self.pages.dense(self._new, self._blocks)
+        return self._dense
+
+
+class LazyMask(_Densifying):
+    """An attention mask [rows, 1, queries, columns], True where a query may look.
+
+    Attributes:
+        pattern: what the mask allows among the tokens, None if it is more than a pattern.
+        kv_length, kv_offset: the columns that it is for.
+        new_tokens: bool [rows, queries], which of the step's columns are tokens; None if all are.
+    """
+
+    pattern: Pattern | None
+    kv_length: int
+    kv_offset: int
+    new_tokens: Any
+    _build: Callable[[], Any]
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], device: torch.device | str, build: Callable[[], Any]
+    ) -> LazyMask:
+        mask = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=torch.device(device)
+        )
+        mask._build = build
+        return mask
+
+    def densify(self) -> torch.Tensor:
+        return self._build()
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "A PagedCache keeps K/V without their gradients; train with use_cache=False or with a "
+            "DynamicCache."
+        )
+
+
+def without_gradient(anchor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The tensor that `make` returns; a backward pass that reaches it raises a RuntimeError."""
+    if torch.is_grad_enabled() and anchor.requires_grad:
+        return _NoGradient.apply(anchor, make)
+    return make()

@@ -1,0 +1,94 @@
+"""Models that the tests share: the small real one, and tiny random ones by architecture."""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_paged  # noqa: F401  (registers the attention implementation)
+from examples import small_model
+
+torch.set_num_threads(2)
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+MIXED = {"sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING, FULL]}
+# Architectures whose layers differ in what they look back on; each with what is special to it.
+TINY = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},  # windows only
+    "gemma2": {**MIXED, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+    "gemma3_text": {**MIXED, "query_pre_attn_scalar": 16},
+    "gpt_oss": {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},  # sinks
+    "llama4_text": {  # chunks
+        "attention_chunk_size": 8,
+        "layer_types": ["chunked_attention", FULL, "chunked_attention", FULL],
+        "no_rope_layers": [1, 0, 1, 0],
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+    },
+}
+
+
+def tiny(model_type: str, **overrides: object) -> PreTrainedModel:
+    """A random model of an architecture in TINY; its weights are large enough to tell tokens."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, **TINY[model_type], **overrides})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0, 0.3)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[[str], PreTrainedModel]:
+    """Builds each tiny architecture once."""
+    built: dict[str, PreTrainedModel] = {}
+
+    def get(model_type: str) -> PreTrainedModel:
+        if model_type not in built:
+            built[model_type] = tiny(model_type)
+        return built[model_type]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def real() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct in float32, and its tokenizer."""
+    return small_model.load()
+
+
+@pytest.fixture(scope="session")
+def text() -> str:
+    """English text that needs no hub."""
+    return "\n".join(pydoc_data.topics.topics.values())
+
+
+def ragged_ids(lengths: list[int], vocab: int = 99, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A left-padded batch of random ids, of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.randint(3, vocab, (len(lengths), width), generator=generator)
+    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}

@@ -1,0 +1,233 @@
+"""What goes wrong is said at once, in words, and leaves the cache as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import ragged_ids, tiny
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_paged import BlockPool, PagedCache, PoolExhausted
+
+Build = Callable[[str], PreTrainedModel]
+
+
+@pytest.fixture
+def model(tiny_model: Build) -> PreTrainedModel:
+    model = tiny_model("llama")
+    model.set_attn_implementation("hf_paged")
+    return model
+
+
+@pytest.mark.parametrize("block_size", [0, -16, 1.5, "16", True, None])
+def test_block_size_is_a_whole_number(model: PreTrainedModel, block_size: Any) -> None:
+    with pytest.raises(ValueError, match="block_size"):
+        PagedCache(config=model.config, block_size=block_size)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({}, "config .* or pool"),
+        ({"config": 1, "pool": 1}, "config .* or pool"),
+        ({"config": "gpt2"}, "config must be"),
+        ({"config": {"hidden_size": 8}}, "config must be"),
+        ({"pool": "a pool"}, "pool must be"),
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"num_blocks": 2.0}, "num_blocks"),
+        ({"num_blocks": 4, "max_memory": "1GiB"}, "num_blocks and max_memory"),
+        ({"max_memory": "four"}, "max_memory"),
+        ({"max_memory": -1}, "max_memory"),
+        ({"max_memory": True}, "max_memory"),
+        ({"max_memory": 100}, "less than one block"),
+        ({"backend": "cuda"}, "backend"),
+    ],
+)
+def test_contradictory_arguments(model: PreTrainedModel, kwargs: dict, words: str) -> None:
+    if kwargs and not {"config", "pool"} & kwargs.keys():
+        kwargs = {"config": model.config, **kwargs}
+    with pytest.raises(ValueError, match=words):
+        PagedCache(**kwargs)
+
+
+def test_a_pool_fixes_its_own_sizes(model: PreTrainedModel) -> None:
+    pool = BlockPool(model.config, block_size=8)
+    for kwargs in ({"num_blocks": 4}, {"max_memory": "1GiB"}, {"block_size": 4}):
+        with pytest.raises(ValueError, match="pool"):
+            PagedCache(pool=pool, **kwargs)
+    assert PagedCache(pool=pool, block_size=8).pool is pool
+
+
+def prefilled(model: PreTrainedModel, lengths: list[int], **kwargs: Any) -> PagedCache:
+    cache = PagedCache(config=model.config, block_size=4, **kwargs)
+    with torch.no_grad():
+        model(**ragged_ids(lengths), past_key_values=cache)
+    return cache
+
+
+def unchanged(cache: PagedCache, call: Callable[[], Any], error: type, words: str) -> None:
+    """`call` raises `error`, and the cache's tables and contents are as before."""
+    state = cache.block_tables, cache.row_lengths, cache.pool.num_used
+    keys = [layer.keys for layer in cache.layers]
+    with pytest.raises(error, match=words), torch.no_grad():
+        call()
+    assert state == (cache.block_tables, cache.row_lengths, cache.pool.num_used)
+    for layer, before in zip(cache.layers, keys, strict=True):
+        assert torch.equal(layer.keys, before)
+    cache.pool.check()
+
+
+def test_another_batch_size(model: PreTrainedModel) -> None:
+    cache = prefilled(model, [9, 5])
+    for rows in (1, 3, 4):
+        ids = torch.ones(rows, 1, dtype=torch.long)
+        call = lambda: model(input_ids=ids, past_key_values=cache)  # noqa: B023, E731
+        unchanged(cache, call, ValueError, f"holds 2 rows, the input has {rows}")
+
+
+def test_states_of_another_kind(model: PreTrainedModel) -> None:
+    cache = prefilled(model, [9, 5])
+    good = torch.zeros(2, 2, 1, 16)
+    for bad, words in (
+        (good.double(), "float64"),
+        (good[:, :1], r"\(kv_heads, head_dim\)"),
+        (good[..., :8], r"\(kv_heads, head_dim\)"),
+        (good.to("meta"), "meta"),
+        (good[0], "must be"),
+    ):
+        unchanged(cache, lambda bad=bad: cache.update(bad, bad, 0), ValueError, words)
+    unchanged(cache, lambda: cache.update(good, good[:, :, :0], 0), ValueError, "must be")
+
+
+def test_mask_of_another_length(model: PreTrainedModel) -> None:
+    cache = prefilled(model, [9, 5])
+    ids = torch.ones(2, 1, dtype=torch.long)
+    for length in (1, 9, 11):
+        mask = torch.ones(2, length, dtype=torch.long)
+        call = lambda: model(input_ids=ids, attention_mask=mask, past_key_values=cache)  # noqa: B023, E731
+        unchanged(cache, call, ValueError, "attention_mask covers")
+
+
+def test_padding_cannot_become_a_token(model: PreTrainedModel) -> None:
+    cache = prefilled(model, [9, 5])
+    ids, mask = torch.ones(2, 1, dtype=torch.long), torch.ones(2, 10, dtype=torch.long)
+    call = lambda: model(input_ids=ids, attention_mask=mask, past_key_values=cache)  # noqa: E731
+    unchanged(cache, call, ValueError, "were padding")
+
+
+def test_crop_of_more_than_there_is(model: PreTrainedModel) -> None:
+    cache = prefilled(model, [9, 5])
+    unchanged(cache, lambda: cache.crop(-10), ValueError, "Cannot crop 10 tokens")
+    unchanged(cache, lambda: cache.crop(3), ValueError, "minus the number")
+    cache.crop(-9)
+    assert cache.row_lengths == [0, 0]
+
+
+def test_crop_into_padding(model: PreTrainedModel) -> None:
+    cache = prefilled(model, [9, 5])
+    cache.crop(-6)
+    assert cache.row_lengths == [3, 0]
+    assert [len(table) for table in cache.block_tables] == [1, 0]
+    cache.pool.check()
+
+
+def test_full_pool_says_what_to_change(model: PreTrainedModel) -> None:
+    cache = prefilled(model, [9, 5], num_blocks=5)
+    assert cache.pool.num_free == 0
+    ids = torch.ones(2, 4, dtype=torch.long)
+    unchanged(
+        cache,
+        lambda: model(input_ids=ids, past_key_values=cache),
+        PoolExhausted,
+        r"needs 2 more blocks .* 0 of 5 are free .* num_blocks .* max_new_tokens",
+    )
+    with torch.no_grad():  # what still fits goes on
+        model(input_ids=ids[:, :3], past_key_values=cache)
+    assert cache.row_lengths == [12, 8]
+
+
+def test_generate_in_a_full_pool_leaves_a_usable_cache(model: PreTrainedModel) -> None:
+    inputs = ragged_ids([9, 5])
+    cache = PagedCache(config=model.config, block_size=4, num_blocks=6)
+    with pytest.raises(PoolExhausted):
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=20)
+    cache.pool.check()
+    cache.reset()
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=3)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(out, model.generate(**inputs, max_new_tokens=3))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("prompt_first", [True, False], ids=["in a decode", "in the prefill"])
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_a_forward_that_fails_is_rolled_back(name: str, prompt_first: bool, layer: int) -> None:
+    """The next call continues from the last complete step, whichever layer the failure was in."""
+    model = tiny(name)
+    inputs = ragged_ids([13, 6])
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    model.set_attn_implementation("sdpa")
+    expected = model.generate(**inputs, max_new_tokens=6)
+    model.set_attn_implementation("hf_paged")
+    cache = PagedCache(config=model.config, block_size=4)
+    if prompt_first:
+        prompt = {key: value[:, :-1] for key, value in inputs.items()}
+        with torch.no_grad():
+            model(**prompt, position_ids=positions[:, :-1], past_key_values=cache)
+    before = cache.get_seq_length()
+    hook = model.model.layers[layer].mlp.register_forward_hook(interrupt)
+    ids, mask = inputs["input_ids"][:, before:], inputs["attention_mask"]
+    with pytest.raises(KeyboardInterrupt) as held, torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+    hook.remove()
+    assert held is not None  # its traceback keeps the failed forward's frames alive
+    # The last layer had its K/V when its MLP failed: then the step is complete, and is cropped.
+    if layer == 3:
+        cache.crop(-(cache.get_seq_length() - before))
+    assert cache.get_seq_length() == before
+    found = model.generate(**inputs, past_key_values=cache, max_new_tokens=6)
+    assert torch.equal(found, expected)
+    cache.pool.check()
+
+
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_config_is_left_alone(model: PreTrainedModel) -> None:
+    before = model.config.to_dict()
+    model.generate(
+        **ragged_ids([5]), past_key_values=PagedCache(config=model.config), max_new_tokens=2
+    )
+    assert model.config.to_dict() == before
+
+
+def test_a_view_of_an_earlier_step_is_refused(model: PreTrainedModel) -> None:
+    cache = prefilled(model, [9])
+    new = torch.zeros(1, 2, 1, 16)
+    views = [cache.update(new, new, layer) for layer in range(4)]
+    cache.update(new, new, 0)
+    with pytest.raises(RuntimeError, match="earlier step"):
+        views[0][0].sum()
+
+
+def test_writing_into_a_view_is_refused(model: PreTrainedModel) -> None:
+    cache = prefilled(model, [9])
+    new = torch.zeros(1, 2, 1, 16)
+    keys, _ = cache.update(new, new, 0)
+    with pytest.raises(RuntimeError, match="holds no data"):
+        keys.zero_()
+    with pytest.raises(RuntimeError, match="holds no data"):
+        keys[:, :, 0] = 1
+
+
+def test_dynamic_cache_of_the_same_model_is_unaffected(model: PreTrainedModel) -> None:
+    inputs = ragged_ids([9, 5])
+    found = model.generate(
+        **inputs, past_key_values=DynamicCache(config=model.config), max_new_tokens=4
+    )
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(found, model.generate(**inputs, max_new_tokens=4))

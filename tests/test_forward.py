@@ -1,0 +1,185 @@
+"""A loop of forwards, attention of other kinds, and models that never see a PagedCache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import TINY, ragged_ids
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_paged import PagedCache
+
+Build = Callable[[str], PreTrainedModel]
+CHUNKS = {"one by one": [1] * 24, "uneven": [5, 1, 9, 2, 7], "two": [23, 1]}
+
+
+def forward(
+    model: PreTrainedModel, attention: str, cache: object, chunks: list[int]
+) -> torch.Tensor:
+    """Logits of a ragged batch of 24 columns, computed chunk by chunk."""
+    model.set_attn_implementation(attention)
+    inputs = ragged_ids([24, 9, 17])
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    logits, start = [], 0
+    with torch.no_grad():
+        for size in chunks:
+            stop = start + size
+            out = model(
+                input_ids=inputs["input_ids"][:, start:stop],
+                attention_mask=inputs["attention_mask"][:, :stop],
+                position_ids=positions[:, start:stop],
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+            logits.append(out.logits)
+            start = stop
+    # What is computed at padding means nothing.
+    return torch.cat(logits, 1)[inputs["attention_mask"].bool()]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("attention", ["hf_paged", "eager"])
+def test_chunks_equal_one_pass(tiny_model: Build, name: str, chunks: str, attention: str) -> None:
+    model = tiny_model(name)
+    whole = forward(model, "eager", None, [24])
+    cache = PagedCache(config=model.config, block_size=4)
+    found = forward(model, attention, cache, CHUNKS[chunks])
+    torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4)
+    cache.pool.check()
+    # Only our own mask function tells which columns are padding.
+    assert cache.row_lengths == ([24, 9, 17] if attention == "hf_paged" else [24, 24, 24])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_sdpa_densifies(tiny_model: Build, name: str) -> None:
+    model = tiny_model(name)
+    whole = forward(model, "sdpa", None, [24])
+    found = forward(model, "sdpa", PagedCache(config=model.config, block_size=4), [11, 1, 12])
+    torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_other_caches_work_with_our_attention(tiny_model: Build, name: str) -> None:
+    """What is paged belongs to the call, not to the model."""
+    model = tiny_model(name)
+    whole = forward(model, "eager", None, [24])
+    for cache, chunks in ((None, [24]), (DynamicCache(config=model.config), [11, 1, 12])):
+        found = forward(model, "hf_paged", cache, chunks)
+        torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_gradients_equal_those_of_eager(tiny_model: Build, name: str) -> None:
+    model = tiny_model(name)
+    inputs = ragged_ids([12, 7])
+    predicted = inputs["attention_mask"].bool() & inputs["attention_mask"].roll(1).bool()
+    labels = inputs["input_ids"].masked_fill(~predicted, -100)
+    gradients = []
+    for attention in ("eager", "hf_paged"):
+        model.set_attn_implementation(attention)
+        model.zero_grad()
+        model(**inputs, labels=labels, use_cache=False).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    assert len(gradients[0]) == len(gradients[1]) > 0
+    for eager, ours in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, eager, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("attention", ["hf_paged", "sdpa", "eager"])
+def test_training_through_a_paged_cache_is_refused(tiny_model: Build, attention: str) -> None:
+    """Its K/V carry no gradient, so a loss through it would have a silently wrong one."""
+    model = tiny_model("llama")
+    model.set_attn_implementation(attention)
+    inputs = ragged_ids([12, 7])
+    cache = PagedCache(config=model.config)
+    loss = model(**inputs, labels=inputs["input_ids"], past_key_values=cache).loss
+    with pytest.raises(RuntimeError, match="without their gradients"):
+        loss.backward()
+    model.zero_grad()
+
+
+def test_a_later_token_leaves_earlier_logits_alone(tiny_model: Build) -> None:
+    model = tiny_model("llama")
+    model.set_attn_implementation("hf_paged")
+    ids = ragged_ids([20])["input_ids"]
+    changed = ids.clone()
+    changed[0, 15] = (ids[0, 15] + 1) % 99
+    with torch.no_grad():
+        a, b = (
+            model(input_ids=x, past_key_values=PagedCache(config=model.config)).logits
+            for x in (ids, changed)
+        )
+    assert torch.equal(a[:, :15], b[:, :15])
+    assert not torch.equal(a[:, 15:], b[:, 15:])
+
+
+def test_custom_4d_mask_takes_the_dense_path(tiny_model: Build) -> None:
+    """A tree of two branches behind a shared trunk, as speculative decoding verifies it."""
+    model = tiny_model("llama")
+    ids = ragged_ids([10])["input_ids"]
+    mask = torch.ones(10, 10, dtype=torch.bool).tril()
+    mask[8:, 6:8] = False  # columns 8, 9 are a branch that does not see columns 6, 7
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 6, 7]])
+    outs = []
+    for attention, cache in (
+        ("sdpa", DynamicCache(config=model.config)),
+        ("hf_paged", PagedCache(config=model.config, block_size=4)),
+    ):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            model(input_ids=ids[:, :6], position_ids=positions[:, :6], past_key_values=cache)
+            out = model(
+                input_ids=ids[:, 6:],
+                attention_mask=mask[None, None, 6:],
+                position_ids=positions[:, 6:],
+                past_key_values=cache,
+            )
+        outs.append(out.logits)
+    torch.testing.assert_close(outs[1], outs[0], atol=1e-4, rtol=1e-4)
+    assert sum(cache.report().dense_calls.values()) == 4
+
+
+def test_masked_past_takes_the_dense_path(tiny_model: Build) -> None:
+    """A mask that hides stored tokens later on is obeyed, though they are in the blocks."""
+    model = tiny_model("llama")
+    ids = ragged_ids([10, 10])["input_ids"]
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[1, 2:5] = 0
+    outs = []
+    for attention, cache in (
+        ("sdpa", DynamicCache(config=model.config)),
+        ("hf_paged", PagedCache(config=model.config, block_size=4)),
+    ):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            model(input_ids=ids[:, :9], past_key_values=cache)
+            outs.append(
+                model(input_ids=ids[:, 9:], attention_mask=mask, past_key_values=cache).logits
+            )
+    torch.testing.assert_close(outs[1], outs[0], atol=1e-4, rtol=1e-4)
+
+
+def test_right_padding_and_holes_are_not_stored(tiny_model: Build) -> None:
+    """Padding anywhere is left out, and what is stored is still exact, windows included."""
+    for name in TINY:
+        model = tiny_model(name)
+        ids = ragged_ids([12, 12], seed=3)["input_ids"]
+        mask = torch.ones(2, 13, dtype=torch.long)
+        mask[0, 9:12], mask[1, 3:5] = 0, 0
+        outs = []
+        for attention, cache in (
+            ("eager", DynamicCache(config=model.config)),
+            ("hf_paged", PagedCache(config=model.config, block_size=4)),
+        ):
+            model.set_attn_implementation(attention)
+            with torch.no_grad():
+                model(input_ids=ids, attention_mask=mask[:, :12], past_key_values=cache)
+                out = model(input_ids=ids[:, :1], attention_mask=mask, past_key_values=cache)
+            outs.append(out.logits)
+        torch.testing.assert_close(outs[1], outs[0], atol=1e-4, rtol=1e-4)
+        assert cache.row_lengths == [10, 11]
+        assert cache.report().dense_calls.keys() <= {"softcap"}
