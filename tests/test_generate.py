@@ -42,7 +42,7 @@ class Collect(TextStreamer):
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "greedy": {"max_new_tokens": 40},  # rows cross block borders at different steps
+    "greedy": {"max_new_tokens": 20},  # rows cross block borders at different steps
     "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
     "return sequences": {"do_sample": True, "num_return_sequences": 3},
     "beams": {"num_beams": 4},
@@ -91,6 +91,8 @@ def prompts(real: Any, text: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_ragged_batch_equals_dynamic_cache(real: Any, prompts: Any, name: str) -> None:
     model, _ = real
+    if name != "greedy":  # which has all eight
+        prompts = {key: value[::3, -64:] for key, value in prompts.items()}
     cache, found = both(model, **prompts, **CASES[name])
     rows = len(prompts["input_ids"]) * max(
         CASES[name].get("num_beams", 1), CASES[name].get("num_return_sequences", 1)
@@ -136,8 +138,9 @@ def test_streamer(real: Any) -> None:
 
 def test_inputs_embeds(real: Any, prompts: Any) -> None:
     model, _ = real
-    embeds = model.get_input_embeddings()(prompts["input_ids"]).detach()
-    both(model, inputs_embeds=embeds, attention_mask=prompts["attention_mask"])
+    ids, mask = (prompts[key][::3, -64:] for key in ("input_ids", "attention_mask"))
+    embeds = model.get_input_embeddings()(ids).detach()
+    both(model, inputs_embeds=embeds, attention_mask=mask)
 
 
 def test_conversation_continues_on_the_same_cache(real: Any, prompts: Any) -> None:
