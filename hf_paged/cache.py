@@ -13,7 +13,6 @@ from transformers import Cache, PreTrainedConfig
 
 from .backends import backend_for, check_backend
 from .batch import Batch
-from .geometry import layer_types
 from .layers import PagedLayer, make_layers
 from .pool import BlockPool
 from .report import CacheReport
@@ -72,7 +71,7 @@ class PagedCache(Cache):
 
     def _set_batch(self, batch: Batch) -> None:
         self._batch = batch
-        super().__init__(layers=make_layers(batch, layer_types(batch.pool.config)))
+        super().__init__(layers=make_layers(batch))
 
     @property
     def pool(self) -> BlockPool:
@@ -115,6 +114,7 @@ class PagedCache(Cache):
             ValueError: it is positive, or there are not that many tokens.
             RuntimeError: a window has moved past the tokens that would be needed again.
         """
+        tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes minus the number of tokens to remove, not {tokens_to_remove}."

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-# transformers' names of the layers whose K/V we keep; all others keep transformers' own layer.
-PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+# The layers whose K/V we keep in blocks; all others keep transformers' own cache layer.
+PAGED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 
-class LayerType(NamedTuple):
-    """A layer as transformers' caches see it: its type, and the arguments of its cache layer."""
-
-    name: str
-    kwargs: dict[str, Any]
-
-    @property
-    def is_paged(self) -> bool:
-        return self.name in PAGED_LAYER_TYPES
-
-    @property
-    def window(self) -> int | None:
-        """Tokens that a query may look back on; chunked attention never needs more than a chunk."""
-        return self.kwargs.get("sliding_window")
+def dynamic_layers(config: PreTrainedConfig) -> list[Any]:
+    """The cache layers that transformers itself makes for a decoder's config, empty."""
+    return DynamicCache(config=config).layers
 
 
-def layer_types(config: PreTrainedConfig) -> list[LayerType]:
-    """The type of every layer of a decoder's config, as `DynamicCache(config=...)` reads it."""
-    names, kwargs = get_layer_types_and_kwargs(config)
-    return [LayerType(*pair) for pair in zip(names, kwargs, strict=True)]
+def paged_windows(config: PreTrainedConfig) -> dict[int, int | None]:
+    """The layers to keep in blocks, and the tokens that a query of each may look back on.
+
+    Chunked attention is a window here: a query never needs more than a chunk.
+    """
+    return {
+        index: getattr(layer, "sliding_window", None)
+        for index, layer in enumerate(dynamic_layers(config))
+        if type(layer) in PAGED_LAYERS
+    }
+
+
+def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
+    """The config of one layer, where a model's layers differ."""
+    configs = getattr(config, "per_layer_config", None)
+    return configs[layer] if configs else config
 
 
 def elements_per_token(config: PreTrainedConfig) -> int:
@@ -51,9 +52,8 @@ def bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype | None) -> int:
     declared = dtype or config.dtype or torch.get_default_dtype()
     itemsize = getattr(torch, declared).itemsize if isinstance(declared, str) else declared.itemsize
     return sum(
-        itemsize * elements_per_token(layer_config)
-        for layer, layer_config in zip(layer_types(config), config.per_layer_config, strict=True)
-        if layer.is_paged
+        itemsize * elements_per_token(layer_config(config, layer))
+        for layer in paged_windows(config)
     )
 
 

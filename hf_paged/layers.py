@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from .batch import Batch, KVLength
-from .geometry import LayerType
+from .geometry import dynamic_layers, paged_windows
 from .view import LayerPages
 
 
@@ -76,11 +76,10 @@ class PagedLayer(CacheLayerMixin):
         return self._batch.mask_sizes(query_length, self._window)
 
 
-def make_layers(batch: Batch, types: list[LayerType]) -> list[Any]:
+def make_layers(batch: Batch) -> list[Any]:
     """A paged layer where K/V are cached, transformers' own where a layer keeps other states."""
+    windows = paged_windows(batch.pool.config)
     return [
-        PagedLayer(batch, index, layer.window)
-        if layer.is_paged
-        else DYNAMIC_LAYER_TYPE_MAPPING[layer.name](**layer.kwargs)
-        for index, layer in enumerate(types)
+        PagedLayer(batch, index, windows[index]) if index in windows else layer
+        for index, layer in enumerate(dynamic_layers(batch.pool.config))
     ]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from .geometry import bytes_per_token, elements_per_token, layer_types, parse_memory
+from .geometry import bytes_per_token, elements_per_token, layer_config, paged_windows, parse_memory
 
 if TYPE_CHECKING:
     from .table import BlockTables
@@ -226,9 +226,8 @@ class BlockPool:
         if self.max_memory is not None:
             num_blocks = self._blocks_in_memory(bytes_per_token(self.config, kv_dtype or dtype))
         by_window: dict[int | None, list[int]] = {}
-        for index, layer in enumerate(layer_types(self.config)):
-            if layer.is_paged:
-                by_window.setdefault(layer.window, []).append(index)
+        for layer, window in paged_windows(self.config).items():
+            by_window.setdefault(window, []).append(layer)
         # Full attention first: it is the group that `PagedCache.block_tables` shows.
         self.groups = [
             BlockGroup(window, by_window[window], block_size, num_blocks)
@@ -336,7 +335,7 @@ class BlockPool:
             return
         dtype = self.kv_dtype or keys.dtype
         actual = sum(t.shape[1] * t.shape[3] for t in (keys, values))
-        declared = elements_per_token(self.config.per_layer_config[layer])
+        declared = elements_per_token(layer_config(self.config, layer))
         total = bytes_per_token(self.config, dtype) * actual // declared
         num_blocks = self._blocks_in_memory(total)
         for group in self.groups:
