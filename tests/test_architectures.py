@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, ragged_ids
+from conftest import FULL, TINY, ragged_ids, tiny
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged import PagedCache
@@ -59,11 +59,12 @@ def test_equals_dynamic_cache_past_the_window(tiny_model: Build, name: str, kind
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
-@pytest.mark.parametrize("assistant", ["same", "other"])
+@pytest.mark.parametrize("assistant", ["alike", "other"])
 def test_assisted_decoding_rolls_back_windows(tiny_model: Build, name: str, assistant: str) -> None:
-    """Candidates that are all accepted (the same model) and nearly none (an unrelated one)."""
+    """Many candidates accepted (the same weights without windows), and nearly none."""
     model = tiny_model(name)
-    helper = tiny_model(name if assistant == "same" else "llama")
+    no_windows = {"sliding_window": None, "layer_types": [FULL] * 4}
+    helper = tiny(name, **no_windows) if assistant == "alike" else tiny_model("llama")
     helper.set_attn_implementation("eager")
     for prompt in (1, 6, 20):
         compare(model, **ragged_ids([prompt]), assistant_model=helper, max_new_tokens=24)
