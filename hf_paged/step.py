@@ -6,13 +6,16 @@ a device at its first use there.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from .table import BlockTables, Tokens, first_block
+
+T = TypeVar("T")
 
 
 class Pattern(NamedTuple):
@@ -108,12 +111,17 @@ class GroupStep:
                 self._stored = np.flatnonzero(kept)
                 row, position = row[kept], position[kept]
         self._slots = tables.slots(index, row, position)
-        self._begins: dict[tuple[Pattern, int], np.ndarray] = {}
+        self._memo: dict[Hashable, Any] = {}
 
     @cached_property
     def slots(self) -> torch.Tensor:
         """int64 [stored tokens], the slot that each new token is written to."""
         return torch.from_numpy(self._slots)
+
+    @property
+    def stores_all(self) -> bool:
+        """Whether every new token is in the blocks, not only those that a later query can see."""
+        return self._stored is None
 
     def keep_stored(self, states: torch.Tensor) -> torch.Tensor:
         """Of [tokens, heads, dim] the states that are written: those that a later query can see."""
@@ -129,6 +137,12 @@ class GroupStep:
         """int64 [rows, columns], slots of the last past columns, -1 where a column is padding."""
         return self._tables.column_slots(self._index, self.step.before, columns)
 
+    def memo(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returned for `key` in this step: a backend's plan serves all its layers."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
     def first_visible(self, pattern: Pattern, kv_offset: int) -> np.ndarray:
         """int64 [tokens], the first token of its row that each new token may look at.
 
@@ -136,10 +150,7 @@ class GroupStep:
             pattern: what the mask allows, in columns.
             kv_offset: the first column that the layer still shows.
         """
-        key = (pattern, kv_offset)
-        if key not in self._begins:
-            self._begins[key] = self._first_visible(pattern, kv_offset)
-        return self._begins[key]
+        return self.memo((pattern, kv_offset), lambda: self._first_visible(pattern, kv_offset))
 
     def _first_visible(self, pattern: Pattern, kv_offset: int) -> np.ndarray:
         step, after = self.step, self.step.after

@@ -54,8 +54,8 @@ def test_equals_dynamic_cache_past_the_window(tiny_model: Build, name: str, kind
             bound = -(-group.window // 4) + 2
             held = (cache._batch.tables.tables[index] >= 0).sum(1)
             assert held.max() <= bound
-    # Only the softcap keeps a layer from the blocks, not windows, chunks or sinks.
-    assert cache.report().dense_calls.keys() <= {"softcap"}
+    # Only the softcap keeps a long prompt from the blocks, not windows, chunks or sinks.
+    assert all(reason.startswith("softcap") for reason in cache.report().dense_calls)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])

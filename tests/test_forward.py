@@ -182,4 +182,4 @@ def test_right_padding_and_holes_are_not_stored(tiny_model: Build) -> None:
             outs.append(out.logits)
         torch.testing.assert_close(outs[1], outs[0], atol=1e-4, rtol=1e-4)
         assert cache.row_lengths == [10, 11]
-        assert cache.report().dense_calls.keys() <= {"softcap"}
+        assert all(reason.startswith("softcap") for reason in cache.report().dense_calls)

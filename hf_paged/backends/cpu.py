@@ -1,8 +1,9 @@
-"""Attention on the CPU: torch's flash attention, row by row, on what is new and what is cached.
+"""Attention on the CPU: our kernel for decoding, torch's flash attention for prompts.
 
-The kernel returns the log-sum-exp (LSE) of each query's logits, by which the results over disjoint
-sets of tokens merge exactly (Dao et al., "FlashAttention", 2022). So a prompt behind a cached
-prefix runs as one call without a mask on the prefix and one causal call on itself.
+A prompt is computed row by row, on what is new and what is cached. torch's kernel returns the
+log-sum-exp (LSE) of each query's logits, by which the results over disjoint sets of tokens merge
+exactly (Dao et al., "FlashAttention", 2022). So a prompt behind a cached prefix runs as one call
+without a mask on the prefix and one causal call on itself.
 """
 
 from __future__ import annotations
@@ -10,20 +11,29 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from . import cpu_decode
 from .base import AttentionCall
 
 WINDOW_CHUNK = 512  # queries in one masked call, so that a mask has this times the window entries
 
 
 class CPUBackend:
-    """The CPU backend."""
+    """The compiled kernel for few queries a row, torch's flash attention for many."""
 
     name = "cpu"
 
     def refusal(self, call: AttentionCall) -> str | None:
-        return "softcap" if call.softcap is not None else None
+        """A softcap is the kernel's alone."""
+        if call.softcap is None:
+            return None
+        reason = cpu_decode.refusal(call)
+        return None if reason is None else f"softcap with {reason}"
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        if cpu_decode.refusal(call) is None:
+            out = cpu_decode.attend(call)
+            if out is not None:
+                return out
         step = call.group.step
         is_even = step.num_tokens == len(step) * step.columns
         if is_even and not step.before.lengths.any() and not call.first_visible.any():
@@ -54,6 +64,8 @@ def _attend_row(call: AttentionCall, row: int) -> torch.Tensor:
         return torch.cat(parts)
     past = int(call.group.step.before.lengths[row])
     new = slice(start, stop)
+    if stop - start == 1:
+        return _attend_one(call, row, start, int(begin[0]), past)
     query = call.query[None, new]
     out, lse = _flash(
         query, call.keys[None, new], call.values[None, new], call.scaling, is_causal=True
@@ -62,6 +74,18 @@ def _attend_row(call: AttentionCall, row: int) -> torch.Tensor:
         keys, values = _cached(call, row, int(begin[0]), past)
         out, lse = _merge(out, lse, *_flash(query, keys, values, call.scaling))
     return _with_sinks(out, lse, call.sinks)[0]
+
+
+def _attend_one(call: AttentionCall, row: int, at: int, first: int, past: int) -> torch.Tensor:
+    """One new token: the heads that share a KV head go in as its queries, as they share its K/V."""
+    keys, values = call.keys[None, at : at + 1], call.values[None, at : at + 1]
+    if first < past:
+        cached = _cached(call, row, first, past)
+        keys, values = (torch.cat(pair, 1) for pair in zip(cached, (keys, values), strict=True))
+    kv_heads, dim = keys.shape[2:]
+    query = call.query[at].view(kv_heads, -1, dim).transpose(0, 1)[None]
+    out, lse = (t.transpose(1, 2).flatten(1, 2) for t in _flash(query, keys, values, call.scaling))
+    return _with_sinks(out[:, None], lse[:, None], call.sinks)[0]
 
 
 def _attend_window(call: AttentionCall, row: int, start: int, stop: int) -> torch.Tensor:

@@ -1,0 +1,183 @@
+"""Runs the compiled decode kernel: whether it can run here, its plan, its threads."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import threading
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..step import GroupStep
+from .base import AttentionCall
+
+logger = logging.getLogger("hf_paged")
+
+MAX_QUERIES = 8  # new tokens of a row; from there on torch's matrix products win
+MIN_TASK = 256  # tokens of a row in one task, so that merging costs little
+TASKS_A_THREAD = 4  # so that threads with short rows find more to do
+# How the kernel is told a dtype that NumPy or Numba lacks.
+NUMPY_VIEWS = {torch.float32: None, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+# The kernel's threads are started once a process and may not be used by two callers at a time.
+_lock = threading.Lock()
+_failures: dict[str, str] = {}
+_started_in: list[int] = []
+
+
+class Plan(NamedTuple):
+    """Which tokens each task reads and where its results go; shared by the layers of a step."""
+
+    query_starts: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    task_row: np.ndarray
+    task_start: np.ndarray
+    task_stop: np.ndarray
+    task_offset: np.ndarray
+    task_starts: np.ndarray
+    results: int
+
+
+def refusal(call: AttentionCall) -> str | None:
+    """Why the kernel does not compute `call`, or None if it does."""
+    if call.softcap is None and call.group.step.counts.max(initial=0) > MAX_QUERIES:
+        return "many queries"
+    if call.query.dtype not in NUMPY_VIEWS or call.storage.keys.dtype != call.query.dtype:
+        return f"{call.query.dtype} queries on {call.storage.keys.dtype} K/V"
+    if not call.group.stores_all:
+        return "new tokens that leave the window at once"
+    return unavailable()
+
+
+def unavailable() -> str | None:
+    """Why the kernel cannot run in this process, or None if it can; said once in the log."""
+    if importlib.util.find_spec("numba") is None:
+        return _fail("Numba is not installed (pip install numba)")
+    if _started_in and _started_in[0] != os.getpid():
+        return _fail("this process was forked from one that had started the kernel's threads")
+    return next(iter(_failures.values()), None)
+
+
+def attend(call: AttentionCall) -> torch.Tensor | None:
+    """[tokens, heads, value_dim] in the query's dtype; None if the kernel turns out not to run."""
+    tokens, heads, _ = call.query.shape
+    plan = _plan_of(call, heads)
+    query = (call.query.float() * call.scaling).contiguous().numpy()
+    keys, values = (_as_numpy(blocks) for blocks in (call.storage.keys, call.storage.values))
+    sinks = np.zeros(0, np.float32) if call.sinks is None else call.sinks.float().numpy()
+    outs = np.empty((plan.results, values.shape[2]), np.float32)
+    peaks, totals = np.empty((2, plan.results), np.float32)
+    merged = np.empty((tokens, heads, values.shape[2]), np.float32)
+    try:
+        kernel, numba = _kernel()
+        with _lock:
+            numba.set_num_threads(_threads())
+            kernel.attend_tasks(
+                query,
+                keys,
+                values,
+                call.group.table,
+                call.group.block_size,
+                plan.query_starts,
+                plan.begin,
+                plan.end,
+                np.float32(call.softcap or 0.0),
+                plan.task_row,
+                plan.task_start,
+                plan.task_stop,
+                plan.task_offset,
+                outs,
+                peaks,
+                totals,
+            )
+        kernel.merge_tasks(
+            outs,
+            peaks,
+            totals,
+            plan.query_starts,
+            plan.task_starts,
+            plan.task_offset,
+            sinks,
+            merged,
+        )
+    except Exception as error:  # a platform that Numba cannot compile for, or threads that fail
+        _fail(f"it does not run on this machine ({type(error).__name__}: {error})")
+        return None
+    return torch.from_numpy(merged).to(call.query.dtype)
+
+
+@cache
+def _kernel() -> tuple[Any, Any]:
+    """The compiled kernels and numba. Compiles on the first use, or takes what is on disk."""
+    notice = threading.Timer(
+        1.0, logger.warning, ["Compiling the CPU attention kernel; it is kept on disk ..."]
+    )
+    notice.start()
+    try:
+        numba = importlib.import_module("numba")
+        kernel = importlib.import_module("hf_paged.backends.cpu_kernel")
+        kernel.warm_up()
+    finally:
+        notice.cancel()
+    _started_in.append(os.getpid())
+    return kernel, numba
+
+
+def _threads() -> int:
+    numba = importlib.import_module("numba")
+    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+
+
+def _plan_of(call: AttentionCall, heads: int) -> Plan:
+    group, begin, threads = call.group, call.first_visible, _threads()
+    # The layers share the array of first tokens itself, so it tells one pattern from another.
+    return group.memo(
+        ("cpu plan", id(begin), heads, threads), lambda: _plan(group, begin, heads, threads)
+    )
+
+
+def _plan(group: GroupStep, begin: np.ndarray, heads: int, threads: int) -> Plan:
+    step = group.step
+    starts, has_new = step.token_starts, step.counts > 0
+    end = step.token_position + 1
+    # The tokens of each row that any of its queries looks at. First tokens never decrease in a row.
+    first, last = np.zeros(len(step), np.int64), np.zeros(len(step), np.int64)
+    first[has_new], last[has_new] = begin[starts[:-1][has_new]], end[starts[1:][has_new] - 1]
+    size = max(MIN_TASK, -(-int((last - first).sum()) // (threads * TASKS_A_THREAD)))
+    tasks = -(-(last - first) // size)
+    row = np.repeat(np.arange(len(step)), tasks)
+    task_starts = np.concatenate([[0], tasks.cumsum()])
+    rank = np.arange(len(row)) - task_starts[row]
+    share = -(-(last - first) // np.maximum(tasks, 1))  # equal parts of a row
+    start = first[row] + rank * share[row]
+    results = np.concatenate([[0], (step.counts[row] * heads).cumsum()])
+    return Plan(
+        query_starts=starts,
+        begin=begin,
+        end=end,
+        task_row=row,
+        task_start=start,
+        task_stop=np.minimum(start + share[row], last[row]),
+        task_offset=results[:-1],
+        task_starts=task_starts,
+        results=int(results[-1]),
+    )
+
+
+def _as_numpy(blocks: torch.Tensor) -> np.ndarray:
+    """[num_blocks, block_size, heads, dim] as [slots, heads, dim]."""
+    view = NUMPY_VIEWS[blocks.dtype]
+    slots = blocks.view(-1, *blocks.shape[2:])
+    return (slots if view is None else slots.view(view)).numpy()
+
+
+def _fail(reason: str) -> str:
+    if reason not in _failures:
+        _failures[reason] = reason
+        logger.warning("The CPU attention kernel is off, torch's attention is used: %s.", reason)
+    return reason

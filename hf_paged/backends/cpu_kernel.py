@@ -1,0 +1,534 @@
+"""Decode attention that walks the block table, compiled by Numba.
+
+One task is a range of a row's tokens: it reads each K and V once for all heads of a KV head, with a
+running softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). The
+tasks of a row are merged by their log-sum-exp, as in FlashDecoding. The next tokens' K and V are
+prefetched through the table while these are computed, which decides the speed.
+
+All arithmetic is float32. bfloat16 comes in as uint16 and float16 as int16, since NumPy lacks the
+one and Numba the other. The two inner products are written as LLVM vectors (`_score_tile`,
+`_weigh_tile`): Numba's own loops check for overlapping arrays at each entry and keep sums in
+memory, which made them less than half as fast.
+
+The kernels are at module level because Numba's disk cache never hits on closures.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
+
+CHUNK = 32  # tokens that are computed together
+TILE = 4  # tokens of one `_score_tile`
+LANES = 16  # floats in a vector; LLVM splits it where registers are narrower
+LINE, PAGE = 64, 4096  # bytes in a cache line and in a page of memory
+# Sums may be reordered and multiplications fused, but infinities and NaN keep their meaning.
+FASTMATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
+LOG2_E = np.float32(1.4426950408889634)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+SMALLEST = np.float32(-87.0)  # exp of less would be subnormal
+LOWEST = np.float32(-np.inf)
+
+_FLOAT, _INT = ir.FloatType(), ir.IntType(32)
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+_MASK = ir.VectorType(ir.IntType(1), LANES)
+
+
+@intrinsic
+def _bits_to_float(typing_context, bits):
+    """The float32 whose bits are an int32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], _FLOAT)
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def _prefetch(typing_context, array, i, j, k):
+    """Ask for the cache line of array[i, j, k]."""
+
+    def codegen(context, builder, signature, args):
+        address = _pointer(context, builder, signature.args[0], args[0], args[1:])
+        address = builder.bitcast(address, ir.IntType(8).as_pointer())
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [address.type, _INT, _INT, _INT]),
+            "llvm.prefetch.p0",
+        )
+        # read, into the first cache level, data
+        builder.call(function, [address, _INT(0), _INT(3), _INT(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, types.intp), codegen
+
+
+def _pointer(context, builder, array_type, array, indices):
+    struct = make_array(array_type)(context, builder, array)
+    return cgutils.get_item_pointer(context, builder, array_type, struct, indices)
+
+
+def _splat(builder, value, vector):
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, _INT(0))
+    zeros = ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def _multiply_add(builder, a, b, c):
+    fused = ("contract",)
+    return builder.fadd(builder.fmul(a, b, flags=fused), c, flags=fused)
+
+
+def _load(builder, pointer, dtype, mask=None):
+    """LANES elements of `dtype` as floats; zeros where a `mask` is false."""
+    element = {types.uint16: ir.IntType(16), types.int16: ir.HalfType()}.get(dtype, _FLOAT)
+    vector = ir.VectorType(element, LANES)
+    pointer = builder.bitcast(pointer, vector.as_pointer())
+    align = dtype.bitwidth // 8
+    if mask is None:
+        loaded = builder.load(pointer, align=align)
+    else:
+        name = {types.uint16: "i16", types.int16: "f16"}.get(dtype, "f32")
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(vector, [pointer.type, _INT, _MASK, vector]),
+            f"llvm.masked.load.v{LANES}{name}.p0",
+        )
+        zeros = ir.Constant(vector, None)
+        loaded = builder.call(function, [pointer, _INT(align), mask, zeros])
+    if dtype == types.uint16:
+        wide = builder.zext(loaded, ir.VectorType(_INT, LANES))
+        shift = ir.Constant(ir.VectorType(_INT, LANES), [16] * LANES)
+        return builder.bitcast(builder.shl(wide, shift), _VECTOR)
+    return builder.fpext(loaded, _VECTOR) if dtype == types.int16 else loaded
+
+
+def _store(builder, value, pointer, mask):
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [_VECTOR, _VECTOR.as_pointer(), _INT, _MASK]),
+        f"llvm.masked.store.v{LANES}f32.p0",
+    )
+    builder.call(function, [value, builder.bitcast(pointer, _VECTOR.as_pointer()), _INT(4), mask])
+
+
+def _each_vector(builder, length, body):
+    """body(offset, mask) for each LANES of `length` elements; a mask only where they end."""
+    integer = length.type
+    lanes = integer(LANES)
+    whole = builder.sdiv(length, lanes)
+    with cgutils.for_range(builder, whole) as loop:
+        body(builder.mul(loop.index, lanes), None)
+    start = builder.mul(whole, lanes)
+    rest = builder.sub(length, start)
+    with cgutils.if_unlikely(builder, builder.icmp_signed(">", rest, integer(0))):
+        counted = ir.Constant(ir.VectorType(integer, LANES), list(range(LANES)))
+        limit = _splat(builder, rest, counted.type)
+        body(start, builder.icmp_signed("<", counted, limit))
+
+
+def _sum_of_four(builder, sums):
+    """<4 x float>: the sum over the lanes of each of four vectors."""
+
+    def halves(a, b, size):
+        """Add the halves of each `size` lanes of a and b, those of a in front."""
+        groups = [range(g, g + size) for g in range(0, 2 * LANES, size)]
+        low, high = (
+            [i for g in groups for i in (g[: size // 2] if part == 0 else g[size // 2 :])]
+            for part in (0, 1)
+        )
+        indices = (ir.Constant(ir.VectorType(_INT, LANES), part) for part in (low, high))
+        return builder.fadd(*(builder.shuffle_vector(a, b, part) for part in indices))
+
+    pairs = halves(sums[0], sums[1], LANES), halves(sums[2], sums[3], LANES)
+    four = halves(*pairs, LANES // 2)
+    each = LANES // 4  # partial sums of each that are left
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    for distance in [d for d in (4, 2, 1) if d < each]:
+        turned = [i ^ distance for i in range(LANES)]
+        other = builder.shuffle_vector(
+            four, undefined, ir.Constant(ir.VectorType(_INT, LANES), turned)
+        )
+        four = builder.fadd(four, other)
+    firsts = ir.Constant(ir.VectorType(_INT, 4), [0, each, 2 * each, 3 * each])
+    return builder.shuffle_vector(four, undefined, firsts)
+
+
+def _make_score_tile(heads):
+    @intrinsic
+    def score_tile(typing_context, query, q, head, keys, kv_head, slots, i, scores, result):
+        """scores[result + h, i + t] = query[q, head + h] . keys[slots[i + t], kv_head]."""
+
+        def codegen(context, builder, signature, args):
+            query, q, head, keys, kv_head, slots, i, scores, result = args
+            query_type, _, _, keys_type, _, slots_type, _, scores_type, _ = signature.args
+            zero, integer = q.type(0), q.type
+            queries = [
+                _pointer(
+                    context, builder, query_type, query, (q, builder.add(head, integer(h)), zero)
+                )
+                for h in range(heads)
+            ]
+            tokens = []
+            for t in range(TILE):
+                at = _pointer(context, builder, slots_type, slots, (builder.add(i, integer(t)),))
+                slot = builder.load(at)
+                tokens.append(_pointer(context, builder, keys_type, keys, (slot, kv_head, zero)))
+            sums = [
+                [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, None)) for _ in tokens]
+                for _ in queries
+            ]
+
+            def multiply(offset, mask):
+                states = [
+                    _load(builder, builder.gep(token, [offset]), keys_type.dtype, mask)
+                    for token in tokens
+                ]
+                for pointer, row in zip(queries, sums, strict=True):
+                    states_of_query = _load(
+                        builder, builder.gep(pointer, [offset]), types.float32, mask
+                    )
+                    for state, total in zip(states, row, strict=True):
+                        product = _multiply_add(
+                            builder, states_of_query, state, builder.load(total)
+                        )
+                        builder.store(product, total)
+
+            dim = builder.extract_value(make_array(keys_type)(context, builder, keys).shape, 2)
+            _each_vector(builder, dim, multiply)
+            for h, row in enumerate(sums):
+                four = _sum_of_four(builder, [builder.load(total) for total in row])
+                at = _pointer(
+                    context, builder, scores_type, scores, (builder.add(result, integer(h)), i)
+                )
+                builder.store(four, builder.bitcast(at, four.type.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        n = types.intp
+        return types.void(query, n, n, keys, n, slots, n, scores, n), codegen
+
+    return score_tile
+
+
+def _make_weigh_tile(heads):
+    @intrinsic
+    def weigh_tile(typing_context, scores, result, low, high, values, kv_head, slots, outs, at):
+        """outs[at + h] += sum over i in [low, high) of scores[result + h, i] * values[slots[i]]."""
+
+        def codegen(context, builder, signature, args):
+            scores, result, low, high, values, kv_head, slots, outs, at = args
+            scores_type, _, _, _, values_type, _, slots_type, outs_type, _ = signature.args
+            integer = at.type
+
+            def weigh(offset, mask):
+                targets = [
+                    _pointer(
+                        context, builder, outs_type, outs, (builder.add(at, integer(h)), offset)
+                    )
+                    for h in range(heads)
+                ]
+                sums = [cgutils.alloca_once(builder, _VECTOR) for _ in targets]
+                for target, total in zip(targets, sums, strict=True):
+                    builder.store(_load(builder, target, types.float32, mask), total)
+                with cgutils.for_range_slice(builder, low, high, integer(1)) as (i, _):
+                    slot = builder.load(_pointer(context, builder, slots_type, slots, (i,)))
+                    pointer = _pointer(
+                        context, builder, values_type, values, (slot, kv_head, offset)
+                    )
+                    state = _load(builder, pointer, values_type.dtype, mask)
+                    for h, total in enumerate(sums):
+                        weight = builder.load(
+                            _pointer(
+                                context,
+                                builder,
+                                scores_type,
+                                scores,
+                                (builder.add(result, integer(h)), i),
+                            )
+                        )
+                        weight = _splat(builder, weight, _VECTOR)
+                        builder.store(
+                            _multiply_add(builder, weight, state, builder.load(total)), total
+                        )
+                for target, total in zip(targets, sums, strict=True):
+                    if mask is None:
+                        pointer = builder.bitcast(target, _VECTOR.as_pointer())
+                        builder.store(builder.load(total), pointer, align=4)
+                    else:
+                        _store(builder, builder.load(total), target, mask)
+
+            dim = builder.extract_value(make_array(values_type)(context, builder, values).shape, 2)
+            _each_vector(builder, dim, weigh)
+            return context.get_dummy_value()
+
+        n = types.intp
+        return types.void(scores, n, n, n, values, n, slots, outs, n), codegen
+
+    return weigh_tile
+
+
+_score_4, _score_2, _score_1 = (_make_score_tile(heads) for heads in (4, 2, 1))
+_weigh_4, _weigh_2, _weigh_1 = (_make_weigh_tile(heads) for heads in (4, 2, 1))
+
+
+@njit(fastmath=FASTMATH, inline="always")
+def _exp(x):
+    """exp(x) for x <= 0, to about an ulp; unlike math.exp it vectorises (Cephes' expf)."""
+    x = max(x, SMALLEST)
+    n = np.floor(x * LOG2_E + np.float32(0.5))
+    r = x - n * LN2_HIGH - n * LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * _bits_to_float((np.int32(n) + np.int32(127)) << np.int32(23))
+
+
+@njit(fastmath=FASTMATH)
+def _prefetch_tokens(blocks, slots, count):
+    step = LINE // blocks.itemsize
+    if blocks.shape[1] * blocks.shape[2] * blocks.itemsize >= PAGE:
+        return  # the hardware's own prefetcher does better on rows as long as a page
+    for i in range(count):
+        for head in range(blocks.shape[1]):
+            for d in range(0, blocks.shape[2], step):
+                _prefetch(blocks, slots[i], head, d)
+
+
+@njit(fastmath=FASTMATH)
+def _find_slots(table, row, block_size, start, count, slots):
+    logical, offset = start // block_size, start % block_size
+    for i in range(count):
+        slots[i] = table[row, logical] * block_size + offset
+        offset += 1
+        if offset == block_size:
+            logical, offset = logical + 1, 0
+
+
+@njit(fastmath=FASTMATH)
+def _score(query, q, keys, kv_head, slots, count, scores, result):
+    """Logits of the heads of one KV head over the first `count` tokens of a chunk."""
+    group = query.shape[1] // keys.shape[1]
+    head, result, last = kv_head * group, result + kv_head * group, (kv_head + 1) * group
+    while head < last:
+        size = 4 if last - head >= 4 else (2 if last - head >= 2 else 1)
+        for i in range(0, count, TILE):
+            if size == 4:
+                _score_4(query, q, head, keys, kv_head, slots, i, scores, result)
+            elif size == 2:
+                _score_2(query, q, head, keys, kv_head, slots, i, scores, result)
+            else:
+                _score_1(query, q, head, keys, kv_head, slots, i, scores, result)
+        head += size
+        result += size
+
+
+@njit(fastmath=FASTMATH)
+def _weigh(scores, result, low, high, values, kv_head, group, slots, outs, at):
+    """Add the weighted values of tokens `low` to `high` of a chunk to `outs`."""
+    head, last = kv_head * group, (kv_head + 1) * group
+    while head < last:
+        r, a = result + head, at + head
+        if last - head >= 4:
+            _weigh_4(scores, r, low, high, values, kv_head, slots, outs, a)
+            head += 4
+        elif last - head >= 2:
+            _weigh_2(scores, r, low, high, values, kv_head, slots, outs, a)
+            head += 2
+        else:
+            _weigh_1(scores, r, low, high, values, kv_head, slots, outs, a)
+            head += 1
+
+
+@njit(fastmath=FASTMATH)
+def _peak(scores, result, peak):
+    """The highest of a chunk's logits and `peak`."""
+    for i in range(CHUNK):
+        peak = max(peak, scores[result, i])
+    return peak
+
+
+@njit(fastmath=FASTMATH)
+def _weights(scores, result, peak):
+    """Turn a chunk's logits into weights against `peak`; their sum."""
+    total = np.float32(0.0)
+    for i in range(CHUNK):
+        weight = _exp(scores[result, i] - peak)
+        scores[result, i] = weight
+        total += weight
+    return total
+
+
+@njit(fastmath=FASTMATH)
+def _rescale(outs, at, scale):
+    for d in range(outs.shape[1]):
+        outs[at, d] *= scale
+
+
+@njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
+def attend_tasks(
+    query,
+    keys,
+    values,
+    table,
+    block_size,
+    query_starts,
+    begin,
+    end,
+    softcap,
+    task_row,
+    task_start,
+    task_stop,
+    task_offset,
+    outs,
+    peaks,
+    totals,
+):
+    """Attention of each task's queries over its range of tokens.
+
+    Args:
+        query: float32 [tokens, heads, dim], scaled.
+        keys, values: [slots, kv_heads, dim], float32, uint16 (bfloat16) or int16 (float16).
+        table: int32 [rows, width].
+        query_starts: int64 [rows + 1], where each row's queries start.
+        begin, end: int64 [tokens], the tokens of its row that a query looks at.
+        softcap: 0 for none.
+        task_row, task_start, task_stop: int64 [tasks], a row and a range of its tokens.
+        task_offset: int64 [tasks], where the task's results start: one for each query and head.
+        outs: float32 [results, value_dim], the weighted values, not yet divided by `totals`.
+        peaks, totals: float32 [results], highest logit and sum of weights against it.
+    """
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    group = heads // kv_heads
+    for task in prange(len(task_row)):
+        row, stop, offset = task_row[task], task_stop[task], task_offset[task]
+        first, last = query_starts[row], query_starts[row + 1]
+        results = (last - first) * heads
+        for result in range(offset, offset + results):
+            peaks[result], totals[result] = LOWEST, np.float32(0.0)
+            for d in range(outs.shape[1]):
+                outs[result, d] = np.float32(0.0)
+        scores = np.empty((results, CHUNK), np.float32)
+        slots, ahead = np.empty(CHUNK, np.intp), np.empty(CHUNK, np.intp)
+        count = min(CHUNK, stop - task_start[task])
+        _find_slots(table, row, block_size, task_start[task], count, ahead)
+        for start in range(task_start[task], stop, CHUNK):
+            count = min(CHUNK, stop - start)
+            for i in range(CHUNK):  # a tile that reaches past the end reads the last token again
+                slots[i] = ahead[min(i, count - 1)]
+            coming = min(CHUNK, stop - start - count)
+            _find_slots(table, row, block_size, start + count, coming, ahead)
+            _prefetch_tokens(keys, ahead, coming)
+            for kv_head in range(kv_heads):
+                for q in range(first, last):
+                    _score(query, q, keys, kv_head, slots, count, scores, (q - first) * heads)
+            if softcap > 0:
+                for result in range(results):
+                    for i in range(count):
+                        scores[result, i] = softcap * np.tanh(scores[result, i] / softcap)
+            _prefetch_tokens(values, ahead, coming)
+            for q in range(first, last):
+                low, high = max(begin[q] - start, 0), min(end[q] - start, count)
+                for result in range((q - first) * heads, (q - first + 1) * heads):
+                    if low >= high:
+                        continue
+                    for i in range(CHUNK):
+                        if i < low or i >= high:
+                            scores[result, i] = LOWEST
+                    at = offset + result
+                    peak = _peak(scores, result, peaks[at])
+                    if peak == LOWEST:  # all logits are -inf so far: nothing to weigh
+                        for i in range(CHUNK):
+                            scores[result, i] = np.float32(0.0)
+                        continue
+                    if peak > peaks[at]:
+                        scale = _exp(peaks[at] - peak)
+                        totals[at] *= scale
+                        _rescale(outs, at, scale)
+                        peaks[at] = peak
+                    totals[at] += _weights(scores, result, peak)
+            for kv_head in range(kv_heads):
+                for q in range(first, last):
+                    low, high = max(begin[q] - start, 0), min(end[q] - start, count)
+                    at = (q - first) * heads
+                    _weigh(scores, at, low, high, values, kv_head, group, slots, outs, offset + at)
+
+
+@njit(cache=True, fastmath=FASTMATH, nogil=True)
+def merge_tasks(
+    outs,
+    peaks,
+    totals,
+    query_starts,
+    task_starts,
+    task_offset,
+    sinks,
+    merged,
+):
+    """Merge the tasks of each row into `merged`, float32 [tokens, heads, value_dim].
+
+    Args:
+        task_starts: int64 [rows + 1], where each row's tasks start.
+        sinks: float32 [heads], or [0] for none.
+    """
+    heads = merged.shape[1]
+    for row in range(len(query_starts) - 1):
+        for q in range(query_starts[row], query_starts[row + 1]):
+            for head in range(heads):
+                local = (q - query_starts[row]) * heads + head
+                peak = sinks[head] if len(sinks) else LOWEST
+                for task in range(task_starts[row], task_starts[row + 1]):
+                    peak = max(peak, peaks[task_offset[task] + local])
+                total = np.float32(0.0)
+                if len(sinks) and peak != LOWEST:
+                    total = _exp(sinks[head] - peak)
+                out = merged[q, head]
+                for d in range(out.shape[0]):
+                    out[d] = np.float32(0.0)
+                for task in range(task_starts[row], task_starts[row + 1]):
+                    result = task_offset[task] + local
+                    if peaks[result] != LOWEST:
+                        weight = _exp(peaks[result] - peak)
+                        total += weight * totals[result]
+                        for d in range(out.shape[0]):
+                            out[d] += weight * outs[result, d]
+                if total > 0:
+                    for d in range(out.shape[0]):
+                        out[d] /= total
+                elif total != total:  # a NaN among the logits stays visible
+                    for d in range(out.shape[0]):
+                        out[d] = np.float32(np.nan)
+
+
+def warm_up():
+    """Compile or load the kernels for float32, and start their threads."""
+    floats, zero = np.zeros((1, 1, LANES), np.float32), np.zeros(1, np.int64)
+    ones, table = np.ones(1, np.int64), np.zeros((1, 1), np.int32)
+    outs, peaks = np.empty((1, LANES), np.float32), np.empty(1, np.float32)
+    starts = np.array([0, 1])
+    attend_tasks(
+        floats,
+        floats,
+        floats,
+        table,
+        1,
+        starts,
+        zero,
+        ones,
+        np.float32(0),
+        zero,
+        zero,
+        ones,
+        zero,
+        outs,
+        peaks,
+        peaks.copy(),
+    )
+    merge_tasks(outs, peaks, peaks, starts, starts, zero, np.zeros(0, np.float32), floats.copy())
