@@ -117,14 +117,13 @@ class Batch:
         """
         self._check_usable()
         _check_states(layer, keys, values)
+        # First the storage, so that K/V of a wrong kind take no block.
+        storage = self.pool.layer_storage(layer, keys, values)
         if layer in self._behind or layer in self._idle:
             step = self._continue_step(layer, keys)
         else:
-            self.pool.size_by(layer, keys, values)
-            self.pool.layer_storage(layer, keys, values)  # so that a wrong shape takes no block
             step = self._begin_step(keys.shape[0], keys.shape[2])
         self._behind.discard(layer)
-        storage = self.pool.layer_storage(layer, keys, values)
         group = self._group_steps[self.pool.group_of_layer[layer]]
         with torch.no_grad():
             new_keys, new_values = step.unpad(keys), step.unpad(values)

@@ -46,10 +46,19 @@ class PoolExhausted(RuntimeError):
 
 
 class LayerStorage:
-    """K and V of one layer, each [num_blocks, block_size, kv_heads, head_dim]."""
+    """K and V of one layer.
+
+    Attributes:
+        keys, values: [num_blocks, block_size, kv_heads, head_dim].
+        key_slots, value_slots: the same memory as [slots, kv_heads, head_dim].
+    """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        self._set(keys, values)
+
+    def _set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values = keys, values
+        self.key_slots, self.value_slots = keys.flatten(0, 1), values.flatten(0, 1)
 
     @property
     def num_bytes(self) -> int:
@@ -58,8 +67,8 @@ class LayerStorage:
     def grow(self, num_blocks: int) -> None:
         if self.keys.shape[0] < num_blocks:
             # One after the other, so that at most one tensor is held twice.
-            self.keys = _grown(self.keys, num_blocks)
-            self.values = _grown(self.values, num_blocks)
+            self._set(_grown(self.keys, num_blocks), self.values)
+            self._set(self.keys, _grown(self.values, num_blocks))
 
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
         src, dst = (torch.from_numpy(a).to(self.keys.device) for a in (source, target))
@@ -68,9 +77,10 @@ class LayerStorage:
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write [tokens, kv_heads, head_dim] K and V to `slots` (int64 [tokens])."""
-        slots = slots.to(self.keys.device)
-        for storage, new in ((self.keys, keys), (self.values, values)):
-            storage.view(-1, *storage.shape[2:]).index_copy_(0, slots, new.to(storage.dtype))
+        if slots.device != self.keys.device:
+            slots = slots.to(self.keys.device)
+        for stored, new in ((self.key_slots, keys), (self.value_slots, values)):
+            stored.index_copy_(0, slots, new if new.dtype == stored.dtype else new.to(stored.dtype))
 
 
 class BlockGroup:
@@ -302,20 +312,15 @@ class BlockPool:
         Raises:
             ValueError: K/V of another shape, dtype or device than the layer's or the pool's.
         """
-        group = self.groups[self.group_of_layer[layer]]
-        with self.lock:
-            storage = group.storage.get(layer)
-            if storage is None:
-                self._check_declared(layer, keys, values)
-                storage = LayerStorage(*(self._empty_blocks(group, t) for t in (keys, values)))
-                group.storage[layer] = storage
-                self._check_budget(layer)
+        storage = self.groups[self.group_of_layer[layer]].storage.get(layer)
+        if storage is None:
+            storage = self._make_storage(layer, keys, values)
         for name, stored, new in (("K", storage.keys, keys), ("V", storage.values, values)):
-            found, expected = (new.shape[1], new.shape[3]), (stored.shape[2], stored.shape[3])
-            if found != expected:
+            _, _, heads, dim = stored.shape
+            if new.shape[1] != heads or new.shape[3] != dim:
                 raise ValueError(
-                    f"Layer {layer} stores {name} of (kv_heads, head_dim) {expected}, got {found}; "
-                    "use a pool made for this model's config."
+                    f"Layer {layer} stores {name} of (kv_heads, head_dim) {(heads, dim)}, got "
+                    f"{(new.shape[1], new.shape[3])}; use a pool made for this model's config."
                 )
             if self.kv_dtype is None and new.dtype != stored.dtype:
                 raise ValueError(
@@ -329,7 +334,18 @@ class BlockPool:
                 )
         return storage
 
-    def size_by(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _make_storage(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerStorage:
+        with self.lock:
+            self._size_by(layer, keys, values)
+            group = self.groups[self.group_of_layer[layer]]
+            if layer not in group.storage:
+                self._check_declared(layer, keys, values)
+                storage = LayerStorage(*(self._empty_blocks(group, t) for t in (keys, values)))
+                group.storage[layer] = storage
+                self._check_budget(layer)
+            return group.storage[layer]
+
+    def _size_by(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Before the first block is taken, correct what the config said by the first real K/V."""
         if self.max_memory is None or any(group.storage for group in self.groups):
             return

@@ -57,6 +57,11 @@ class Step:
         return len(self.token_row)
 
     @cached_property
+    def most_new(self) -> int:
+        """The most new tokens that a row has."""
+        return int(self.counts.max(initial=0))
+
+    @cached_property
     def token_starts(self) -> np.ndarray:
         """int64 [rows + 1], where each row's new tokens start among all new tokens (indptr)."""
         return np.concatenate([[0], self.counts.cumsum()])
@@ -67,14 +72,18 @@ class Step:
 
     def unpad(self, states: torch.Tensor) -> torch.Tensor:
         """[rows, heads, columns, dim] -> [tokens, heads, dim], without the padding."""
-        flat = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
         index = self._real_index
+        if index is None and self.columns == 1:
+            return states.squeeze(2)
+        flat = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
         return flat if index is None else flat.index_select(0, index.to(states.device))
 
     def pad(self, states: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, dim] -> [rows, columns, heads, dim], zeros where a column is padding."""
-        shape = (len(self), self.columns, *states.shape[1:])
         index = self._real_index
+        if index is None and self.columns == 1:
+            return states.unsqueeze(1)
+        shape = (len(self), self.columns, *states.shape[1:])
         if index is not None:
             flat = states.new_zeros((shape[0] * shape[1], *shape[2:]))
             states = flat.index_copy_(0, index.to(states.device), states)

@@ -29,7 +29,7 @@ class Calls:
     dense: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LayerPages:
     """A layer's K/V in one step: what is in the blocks, and the step's new states.
 

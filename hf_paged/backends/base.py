@@ -12,7 +12,7 @@ from ..pool import LayerStorage
 from ..step import GroupStep, Pattern
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class AttentionCall:
     """The attention of one layer in one step, without padding.
 

@@ -112,8 +112,8 @@ def _cached(call: AttentionCall, row: int, start: int, stop: int) -> tuple[torch
     """K and V of tokens `start` to `stop` of a row, each [1, tokens, kv_heads, dim]."""
     slots = call.group.row_slots(row, start, stop)
     return tuple(
-        blocks.view(-1, *blocks.shape[2:]).index_select(0, slots).to(call.query.dtype)[None]
-        for blocks in (call.storage.keys, call.storage.values)
+        stored.index_select(0, slots).to(call.query.dtype)[None]
+        for stored in (call.storage.key_slots, call.storage.value_slots)
     )
 
 

@@ -23,29 +23,26 @@ MIN_TASK = 256  # tokens of a row in one task, so that merging costs little
 TASKS_A_THREAD = 4  # so that threads with short rows find more to do
 # How the kernel is told a dtype that NumPy or Numba lacks.
 NUMPY_VIEWS = {torch.float32: None, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+NO_SINKS = np.zeros(0, np.float32)
 # The kernel's threads are started once a process and may not be used by two callers at a time.
 _lock = threading.Lock()
-_failures: dict[str, str] = {}
+_failures: list[str] = []
 _started_in: list[int] = []
 
 
 class Plan(NamedTuple):
-    """Which tokens each task reads and where its results go; shared by the layers of a step."""
+    """Which tokens each task reads and where its results go, as the kernel takes them."""
 
+    spans: np.ndarray
     query_starts: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
-    task_row: np.ndarray
-    task_start: np.ndarray
-    task_stop: np.ndarray
-    task_offset: np.ndarray
+    tasks: np.ndarray
     task_starts: np.ndarray
     results: int
 
 
 def refusal(call: AttentionCall) -> str | None:
     """Why the kernel does not compute `call`, or None if it does."""
-    if call.softcap is None and call.group.step.counts.max(initial=0) > MAX_QUERIES:
+    if call.softcap is None and call.group.step.most_new > MAX_QUERIES:
         return "many queries"
     if call.query.dtype not in NUMPY_VIEWS or call.storage.keys.dtype != call.query.dtype:
         return f"{call.query.dtype} queries on {call.storage.keys.dtype} K/V"
@@ -56,64 +53,61 @@ def refusal(call: AttentionCall) -> str | None:
 
 def unavailable() -> str | None:
     """Why the kernel cannot run in this process, or None if it can; said once in the log."""
-    if importlib.util.find_spec("numba") is None:
+    if not _has_numba():
         return _fail("Numba is not installed (pip install numba)")
     if _started_in and _started_in[0] != os.getpid():
         return _fail("this process was forked from one that had started the kernel's threads")
-    return next(iter(_failures.values()), None)
+    return next(iter(_failures), None)
 
 
 def attend(call: AttentionCall) -> torch.Tensor | None:
     """[tokens, heads, value_dim] in the query's dtype; None if the kernel turns out not to run."""
-    tokens, heads, _ = call.query.shape
-    plan = _plan_of(call, heads)
-    query = (call.query.float() * call.scaling).contiguous().numpy()
-    keys, values = (_as_numpy(blocks) for blocks in (call.storage.keys, call.storage.values))
-    sinks = np.zeros(0, np.float32) if call.sinks is None else call.sinks.float().numpy()
-    outs = np.empty((plan.results, values.shape[2]), np.float32)
-    peaks, totals = np.empty((2, plan.results), np.float32)
-    merged = np.empty((tokens, heads, values.shape[2]), np.float32)
     try:
         kernel, numba = _kernel()
-        with _lock:
-            numba.set_num_threads(_threads())
-            kernel.attend_tasks(
-                query,
-                keys,
-                values,
-                call.group.table,
-                call.group.block_size,
-                plan.query_starts,
-                plan.begin,
-                plan.end,
-                np.float32(call.softcap or 0.0),
-                plan.task_row,
-                plan.task_start,
-                plan.task_stop,
-                plan.task_offset,
-                outs,
-                peaks,
-                totals,
-            )
-        kernel.merge_tasks(
-            outs,
-            peaks,
-            totals,
-            plan.query_starts,
-            plan.task_starts,
-            plan.task_offset,
-            sinks,
-            merged,
-        )
+        return _attend(call, kernel, numba)
     except Exception as error:  # a platform that Numba cannot compile for, or threads that fail
         _fail(f"it does not run on this machine ({type(error).__name__}: {error})")
         return None
-    return torch.from_numpy(merged).to(call.query.dtype)
+
+
+def _attend(call: AttentionCall, kernel: Any, numba: Any) -> torch.Tensor:
+    query, begin, group = call.query, call.first_visible, call.group
+    heads, threads = query.shape[1], min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    # The layers share the array of first tokens itself, so it tells one pattern from another.
+    plan = group.memo(
+        ("cpu plan", id(begin), heads, threads), lambda: _plan(group, begin, heads, threads)
+    )
+    merged = np.empty((*query.shape[:2], call.storage.values.shape[3]), np.float32)
+    with _lock:
+        numba.set_num_threads(threads)
+        kernel.attend(
+            (query if query.dtype == torch.float32 else query.float()).contiguous().numpy(),
+            np.float32(call.scaling),
+            np.float32(call.softcap or 0.0),
+            NO_SINKS if call.sinks is None else call.sinks.float().numpy(),
+            _as_numpy(call.storage.key_slots),
+            _as_numpy(call.storage.value_slots),
+            group.table,
+            group.block_size,
+            plan.spans,
+            plan.query_starts,
+            plan.tasks,
+            plan.task_starts,
+            plan.results,
+            merged,
+        )
+    out = torch.from_numpy(merged)
+    return out if query.dtype == torch.float32 else out.to(query.dtype)
+
+
+@cache
+def _has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
 
 
 @cache
 def _kernel() -> tuple[Any, Any]:
-    """The compiled kernels and numba. Compiles on the first use, or takes what is on disk."""
+    """The compiled kernel and numba. Compiles on the first use, or takes what is on disk."""
     notice = threading.Timer(
         1.0, logger.warning, ["Compiling the CPU attention kernel; it is kept on disk ..."]
     )
@@ -126,19 +120,6 @@ def _kernel() -> tuple[Any, Any]:
         notice.cancel()
     _started_in.append(os.getpid())
     return kernel, numba
-
-
-def _threads() -> int:
-    numba = importlib.import_module("numba")
-    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-
-
-def _plan_of(call: AttentionCall, heads: int) -> Plan:
-    group, begin, threads = call.group, call.first_visible, _threads()
-    # The layers share the array of first tokens itself, so it tells one pattern from another.
-    return group.memo(
-        ("cpu plan", id(begin), heads, threads), lambda: _plan(group, begin, heads, threads)
-    )
 
 
 def _plan(group: GroupStep, begin: np.ndarray, heads: int, threads: int) -> Plan:
@@ -155,29 +136,24 @@ def _plan(group: GroupStep, begin: np.ndarray, heads: int, threads: int) -> Plan
     rank = np.arange(len(row)) - task_starts[row]
     share = -(-(last - first) // np.maximum(tasks, 1))  # equal parts of a row
     start = first[row] + rank * share[row]
-    results = np.concatenate([[0], (step.counts[row] * heads).cumsum()])
+    offset = np.concatenate([[0], (step.counts[row] * heads).cumsum()])
+    stop = np.minimum(start + share[row], last[row])
     return Plan(
+        spans=np.stack([begin, end], axis=1),
         query_starts=starts,
-        begin=begin,
-        end=end,
-        task_row=row,
-        task_start=start,
-        task_stop=np.minimum(start + share[row], last[row]),
-        task_offset=results[:-1],
+        tasks=np.stack([row, start, stop, offset[:-1]], axis=1),
         task_starts=task_starts,
-        results=int(results[-1]),
+        results=int(offset[-1]),
     )
 
 
-def _as_numpy(blocks: torch.Tensor) -> np.ndarray:
-    """[num_blocks, block_size, heads, dim] as [slots, heads, dim]."""
-    view = NUMPY_VIEWS[blocks.dtype]
-    slots = blocks.view(-1, *blocks.shape[2:])
+def _as_numpy(slots: torch.Tensor) -> np.ndarray:
+    view = NUMPY_VIEWS[slots.dtype]
     return (slots if view is None else slots.view(view)).numpy()
 
 
 def _fail(reason: str) -> str:
     if reason not in _failures:
-        _failures[reason] = reason
+        _failures.append(reason)
         logger.warning("The CPU attention kernel is off, torch's attention is used: %s.", reason)
     return reason

@@ -367,168 +367,192 @@ def _weights(scores, result, peak):
 
 
 @njit(fastmath=FASTMATH)
-def _rescale(outs, at, scale):
-    for d in range(outs.shape[1]):
-        outs[at, d] *= scale
+def _softmax(scores, result, low, high, outs, peaks, totals, at):
+    """Turn a chunk's logits `low` to `high` into weights, and what is summed up so far to match."""
+    for i in range(CHUNK):
+        if i < low or i >= high:
+            scores[result, i] = LOWEST
+    peak = _peak(scores, result, peaks[at])
+    if peak == LOWEST:  # all logits are -inf so far: nothing to weigh
+        for i in range(CHUNK):
+            scores[result, i] = np.float32(0.0)
+        return
+    if peak > peaks[at]:
+        scale = _exp(peaks[at] - peak)
+        totals[at] *= scale
+        for d in range(outs.shape[1]):
+            outs[at, d] *= scale
+        peaks[at] = peak
+    totals[at] += _weights(scores, result, peak)
+
+
+@njit(fastmath=FASTMATH)
+def _scaled(query, scaling):
+    scaled = np.empty(query.shape, np.float32)
+    for token in range(query.shape[0]):
+        for head in range(query.shape[1]):
+            for d in range(query.shape[2]):
+                scaled[token, head, d] = query[token, head, d] * scaling
+    return scaled
+
+
+@njit(fastmath=FASTMATH)
+def _attend_task(
+    query, keys, values, table, block_size, spans, first, last, task, softcap, outs, peaks, totals
+):
+    """Attention of tokens `first` to `last`, of one row, over the task's range of its tokens."""
+    row, begin, stop, offset = task
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    group = heads // kv_heads
+    results = (last - first) * heads
+    for result in range(offset, offset + results):
+        peaks[result], totals[result] = LOWEST, np.float32(0.0)
+        for d in range(outs.shape[1]):
+            outs[result, d] = np.float32(0.0)
+    scores = np.empty((results, CHUNK), np.float32)
+    slots, ahead = np.empty(CHUNK, np.intp), np.empty(CHUNK, np.intp)
+    _find_slots(table, row, block_size, begin, min(CHUNK, stop - begin), ahead)
+    for start in range(begin, stop, CHUNK):
+        count = min(CHUNK, stop - start)
+        for i in range(CHUNK):  # a tile that reaches past the end reads the last token again
+            slots[i] = ahead[min(i, count - 1)]
+        coming = min(CHUNK, stop - start - count)
+        _find_slots(table, row, block_size, start + count, coming, ahead)
+        _prefetch_tokens(keys, ahead, coming)
+        for kv_head in range(kv_heads):
+            for q in range(first, last):
+                _score(query, q, keys, kv_head, slots, count, scores, (q - first) * heads)
+        if softcap > 0:
+            for result in range(results):
+                for i in range(count):
+                    scores[result, i] = softcap * np.tanh(scores[result, i] / softcap)
+        _prefetch_tokens(values, ahead, coming)
+        for q in range(first, last):
+            low, high = max(spans[q, 0] - start, 0), min(spans[q, 1] - start, count)
+            for result in range((q - first) * heads, (q - first + 1) * heads):
+                if low < high:
+                    at = offset + result
+                    _softmax(scores, result, low, high, outs, peaks, totals, at)
+        for kv_head in range(kv_heads):
+            for q in range(first, last):
+                low, high = max(spans[q, 0] - start, 0), min(spans[q, 1] - start, count)
+                result = (q - first) * heads
+                at = offset + result
+                _weigh(scores, result, low, high, values, kv_head, group, slots, outs, at)
+
+
+@njit(fastmath=FASTMATH)
+def _merge(outs, peaks, totals, first, last, tasks, first_task, last_task, sinks, merged):
+    """Merge the tasks of a row, whose tokens are `first` to `last`, by their log-sum-exp."""
+    for q in range(first, last):
+        for head in range(merged.shape[1]):
+            local = (q - first) * merged.shape[1] + head
+            peak = sinks[head] if len(sinks) else LOWEST
+            for task in range(first_task, last_task):
+                peak = max(peak, peaks[tasks[task, 3] + local])
+            total = np.float32(0.0)
+            if len(sinks) and peak != LOWEST:
+                total = _exp(sinks[head] - peak)
+            for d in range(merged.shape[2]):
+                merged[q, head, d] = np.float32(0.0)
+            for task in range(first_task, last_task):
+                at = tasks[task, 3] + local
+                if peaks[at] != LOWEST:
+                    weight = _exp(peaks[at] - peak)
+                    total += weight * totals[at]
+                    for d in range(merged.shape[2]):
+                        merged[q, head, d] += weight * outs[at, d]
+            if total != 0:  # a NaN stays one
+                for d in range(merged.shape[2]):
+                    merged[q, head, d] /= total
 
 
 @njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
-def attend_tasks(
+def attend(
     query,
+    scaling,
+    softcap,
+    sinks,
     keys,
     values,
     table,
     block_size,
+    spans,
     query_starts,
-    begin,
-    end,
-    softcap,
-    task_row,
-    task_start,
-    task_stop,
-    task_offset,
-    outs,
-    peaks,
-    totals,
-):
-    """Attention of each task's queries over its range of tokens.
-
-    Args:
-        query: float32 [tokens, heads, dim], scaled.
-        keys, values: [slots, kv_heads, dim], float32, uint16 (bfloat16) or int16 (float16).
-        table: int32 [rows, width].
-        query_starts: int64 [rows + 1], where each row's queries start.
-        begin, end: int64 [tokens], the tokens of its row that a query looks at.
-        softcap: 0 for none.
-        task_row, task_start, task_stop: int64 [tasks], a row and a range of its tokens.
-        task_offset: int64 [tasks], where the task's results start: one for each query and head.
-        outs: float32 [results, value_dim], the weighted values, not yet divided by `totals`.
-        peaks, totals: float32 [results], highest logit and sum of weights against it.
-    """
-    heads, kv_heads = query.shape[1], keys.shape[1]
-    group = heads // kv_heads
-    for task in prange(len(task_row)):
-        row, stop, offset = task_row[task], task_stop[task], task_offset[task]
-        first, last = query_starts[row], query_starts[row + 1]
-        results = (last - first) * heads
-        for result in range(offset, offset + results):
-            peaks[result], totals[result] = LOWEST, np.float32(0.0)
-            for d in range(outs.shape[1]):
-                outs[result, d] = np.float32(0.0)
-        scores = np.empty((results, CHUNK), np.float32)
-        slots, ahead = np.empty(CHUNK, np.intp), np.empty(CHUNK, np.intp)
-        count = min(CHUNK, stop - task_start[task])
-        _find_slots(table, row, block_size, task_start[task], count, ahead)
-        for start in range(task_start[task], stop, CHUNK):
-            count = min(CHUNK, stop - start)
-            for i in range(CHUNK):  # a tile that reaches past the end reads the last token again
-                slots[i] = ahead[min(i, count - 1)]
-            coming = min(CHUNK, stop - start - count)
-            _find_slots(table, row, block_size, start + count, coming, ahead)
-            _prefetch_tokens(keys, ahead, coming)
-            for kv_head in range(kv_heads):
-                for q in range(first, last):
-                    _score(query, q, keys, kv_head, slots, count, scores, (q - first) * heads)
-            if softcap > 0:
-                for result in range(results):
-                    for i in range(count):
-                        scores[result, i] = softcap * np.tanh(scores[result, i] / softcap)
-            _prefetch_tokens(values, ahead, coming)
-            for q in range(first, last):
-                low, high = max(begin[q] - start, 0), min(end[q] - start, count)
-                for result in range((q - first) * heads, (q - first + 1) * heads):
-                    if low >= high:
-                        continue
-                    for i in range(CHUNK):
-                        if i < low or i >= high:
-                            scores[result, i] = LOWEST
-                    at = offset + result
-                    peak = _peak(scores, result, peaks[at])
-                    if peak == LOWEST:  # all logits are -inf so far: nothing to weigh
-                        for i in range(CHUNK):
-                            scores[result, i] = np.float32(0.0)
-                        continue
-                    if peak > peaks[at]:
-                        scale = _exp(peaks[at] - peak)
-                        totals[at] *= scale
-                        _rescale(outs, at, scale)
-                        peaks[at] = peak
-                    totals[at] += _weights(scores, result, peak)
-            for kv_head in range(kv_heads):
-                for q in range(first, last):
-                    low, high = max(begin[q] - start, 0), min(end[q] - start, count)
-                    at = (q - first) * heads
-                    _weigh(scores, at, low, high, values, kv_head, group, slots, outs, offset + at)
-
-
-@njit(cache=True, fastmath=FASTMATH, nogil=True)
-def merge_tasks(
-    outs,
-    peaks,
-    totals,
-    query_starts,
+    tasks,
     task_starts,
-    task_offset,
-    sinks,
+    results,
     merged,
 ):
-    """Merge the tasks of each row into `merged`, float32 [tokens, heads, value_dim].
+    """Attention of each new token over the tokens of its row that it may see.
 
     Args:
-        task_starts: int64 [rows + 1], where each row's tasks start.
+        query: float32 [tokens, heads, dim].
+        scaling, softcap: factor on the logits, and their cap after it (0 for none).
         sinks: float32 [heads], or [0] for none.
+        keys, values: [slots, kv_heads, dim], float32, uint16 (bfloat16) or int16 (float16).
+        table: int32 [rows, width], the physical block of each logical block.
+        spans: int64 [tokens, 2], the first token that each new token sees, and the last plus one.
+        query_starts: int64 [rows + 1], where each row's new tokens start.
+        tasks: int64 [tasks, 4]: row, first token, last plus one, where its results start.
+        task_starts: int64 [rows + 1], where each row's tasks start.
+        results: results of all tasks, one for each of their queries and heads.
+        merged: float32 [tokens, heads, value_dim], where the output is put.
     """
-    heads = merged.shape[1]
+    query = _scaled(query, scaling)
+    outs = np.empty((results, values.shape[2]), np.float32)
+    peaks, totals = np.empty(results, np.float32), np.empty(results, np.float32)
+    for task in prange(len(tasks)):
+        row = tasks[task, 0]
+        _attend_task(
+            query,
+            keys,
+            values,
+            table,
+            block_size,
+            spans,
+            query_starts[row],
+            query_starts[row + 1],
+            (row, tasks[task, 1], tasks[task, 2], tasks[task, 3]),
+            softcap,
+            outs,
+            peaks,
+            totals,
+        )
     for row in range(len(query_starts) - 1):
-        for q in range(query_starts[row], query_starts[row + 1]):
-            for head in range(heads):
-                local = (q - query_starts[row]) * heads + head
-                peak = sinks[head] if len(sinks) else LOWEST
-                for task in range(task_starts[row], task_starts[row + 1]):
-                    peak = max(peak, peaks[task_offset[task] + local])
-                total = np.float32(0.0)
-                if len(sinks) and peak != LOWEST:
-                    total = _exp(sinks[head] - peak)
-                out = merged[q, head]
-                for d in range(out.shape[0]):
-                    out[d] = np.float32(0.0)
-                for task in range(task_starts[row], task_starts[row + 1]):
-                    result = task_offset[task] + local
-                    if peaks[result] != LOWEST:
-                        weight = _exp(peaks[result] - peak)
-                        total += weight * totals[result]
-                        for d in range(out.shape[0]):
-                            out[d] += weight * outs[result, d]
-                if total > 0:
-                    for d in range(out.shape[0]):
-                        out[d] /= total
-                elif total != total:  # a NaN among the logits stays visible
-                    for d in range(out.shape[0]):
-                        out[d] = np.float32(np.nan)
+        _merge(
+            outs,
+            peaks,
+            totals,
+            query_starts[row],
+            query_starts[row + 1],
+            tasks,
+            task_starts[row],
+            task_starts[row + 1],
+            sinks,
+            merged,
+        )
 
 
 def warm_up():
-    """Compile or load the kernels for float32, and start their threads."""
-    floats, zero = np.zeros((1, 1, LANES), np.float32), np.zeros(1, np.int64)
-    ones, table = np.ones(1, np.int64), np.zeros((1, 1), np.int32)
-    outs, peaks = np.empty((1, LANES), np.float32), np.empty(1, np.float32)
-    starts = np.array([0, 1])
-    attend_tasks(
-        floats,
-        floats,
-        floats,
+    """Compile or load the kernel for float32, and start its threads."""
+    states, starts = np.zeros((1, 1, LANES), np.float32), np.array([0, 1])
+    spans, tasks = np.array([[0, 1]]), np.array([[0, 0, 1, 0]])
+    sinks, table = np.zeros(0, np.float32), np.zeros((1, 1), np.int32)
+    one = np.float32(1)
+    attend(
+        states,
+        one,
+        one,
+        sinks,
+        states,
+        states,
         table,
         1,
+        spans,
         starts,
-        zero,
-        ones,
-        np.float32(0),
-        zero,
-        zero,
-        ones,
-        zero,
-        outs,
-        peaks,
-        peaks.copy(),
+        tasks,
+        starts,
+        1,
+        states.copy(),
     )
-    merge_tasks(outs, peaks, peaks, starts, starts, zero, np.zeros(0, np.float32), floats.copy())
