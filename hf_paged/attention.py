@@ -64,8 +64,7 @@ def paged_attention(
         if not isinstance(plan, str):
             backend, call = plan
             pages.calls.paged += 1
-            step = pages.group.step
-            return without_gradient(query, lambda: step.pad(backend.attend(call))), None
+            return without_gradient(query, _attend, backend, call), None
         pages.calls.dense[plan] += 1
     key, value = _dense(key), _dense(value)
     mask = None if attention_mask is None else _dense(attention_mask)
@@ -220,6 +219,10 @@ def _plan(
         sinks=None if sinks is None else sinks.detach(),
     )
     return backend.refusal(call) or (backend, call)
+
+
+def _attend(backend: Backend, call: AttentionCall) -> torch.Tensor:
+    return call.group.step.pad(backend.attend(call))
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -125,9 +125,8 @@ class Batch:
             step = self._begin_step(keys.shape[0], keys.shape[2])
         self._behind.discard(layer)
         group = self._group_steps[self.pool.group_of_layer[layer]]
-        with torch.no_grad():
-            new_keys, new_values = step.unpad(keys), step.unpad(values)
-            storage.write(group.slots, *(group.keep_stored(t) for t in (new_keys, new_values)))
+        new_keys, new_values = step.unpad(keys.detach()), step.unpad(values.detach())
+        storage.write(group.slots, group.keep_stored(new_keys), group.keep_stored(new_values))
         past = step.before.columns
         visible = past if group.window is None else min(past, group.window - 1)
         return LayerPages(

@@ -58,8 +58,8 @@ class LayerPages:
         """The (keys, values) views that `Cache.update` returns."""
         keys, values = self.keys, self.values
         return (
-            without_gradient(keys, lambda: PagedView(self, keys, self.storage.keys)),
-            without_gradient(values, lambda: PagedView(self, values, self.storage.values)),
+            without_gradient(keys, PagedView, self, keys, self.storage.keys),
+            without_gradient(values, PagedView, self, values, self.storage.values),
         )
 
     def dense(self, new: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -132,12 +132,12 @@ class PagedView(_Densifying):
     def __new__(cls, pages: LayerPages, new: torch.Tensor, blocks: torch.Tensor) -> PagedView:
         shape = (new.shape[0], new.shape[1], pages.kv_length, new.shape[3])
         view = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=new.dtype, device=new.device)
-        view.pages, view._new, view._blocks, view._dense = pages, new.detach(), blocks, None
+        view.pages, view._new, view._blocks, view._dense = pages, new, blocks, None
         return view
 
     def densify(self) -> torch.Tensor:
         if self._dense is None:
-            self._dense = self.pages.dense(self._new, self._blocks)
+            self._dense = self.pages.dense(self._new.detach(), self._blocks)
         return self._dense
 
 
@@ -172,8 +172,8 @@ class LazyMask(_Densifying):
 
 class _NoGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return make()
+    def forward(ctx: Any, anchor: torch.Tensor, make: Any, *args: Any) -> torch.Tensor:
+        return make(*args)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -183,8 +183,10 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
-def without_gradient(anchor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The tensor that `make` returns; a backward pass that reaches it raises a RuntimeError."""
-    if torch.is_grad_enabled() and anchor.requires_grad:
-        return _NoGradient.apply(anchor, make)
-    return make()
+def without_gradient(
+    anchor: torch.Tensor, make: Callable[..., torch.Tensor], *args: Any
+) -> torch.Tensor:
+    """The tensor `make(*args)`; a backward pass that reaches it raises a RuntimeError."""
+    if anchor.requires_grad and torch.is_grad_enabled():
+        return _NoGradient.apply(anchor, make, *args)
+    return make(*args)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..pool import LayerStorage
 from ..step import GroupStep
 from .base import AttentionCall
 
@@ -85,8 +86,7 @@ def _attend(call: AttentionCall, kernel: Any, numba: Any) -> torch.Tensor:
             np.float32(call.scaling),
             np.float32(call.softcap or 0.0),
             NO_SINKS if call.sinks is None else call.sinks.float().numpy(),
-            _as_numpy(call.storage.key_slots),
-            _as_numpy(call.storage.value_slots),
+            *_arrays(call.storage),
             group.table,
             group.block_size,
             plan.spans,
@@ -147,9 +147,13 @@ def _plan(group: GroupStep, begin: np.ndarray, heads: int, threads: int) -> Plan
     )
 
 
-def _as_numpy(slots: torch.Tensor) -> np.ndarray:
-    view = NUMPY_VIEWS[slots.dtype]
-    return (slots if view is None else slots.view(view)).numpy()
+def _arrays(storage: LayerStorage) -> tuple[np.ndarray, np.ndarray]:
+    """K and V as the kernel takes them, [slots, kv_heads, dim]."""
+    if "cpu" not in storage.memo:
+        slots = (storage.key_slots, storage.value_slots)
+        view = NUMPY_VIEWS[storage.keys.dtype]
+        storage.memo["cpu"] = [(t if view is None else t.view(view)).numpy() for t in slots]
+    return storage.memo["cpu"]
 
 
 def _fail(reason: str) -> str:
