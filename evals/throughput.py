@@ -1,0 +1,382 @@
+"""How fast: kernels against the machine's bandwidth, decode steps, prefill, a whole generate, memory.
+
+    python evals/throughput.py            # about 15 minutes on 2 cores
+    python evals/throughput.py --quick    # under 2 minutes
+
+Baseline and candidate alternate within one process, and what is reported are medians and their
+ratios. Writes throughput.json, .md and .png to evals/results/ (or --out).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import pydoc_data.topics
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import psutil
+import torch
+import torch.nn.functional as F
+import transformers
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import DynamicCache, GenerationConfig, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples import small_model
+from hf_paged import PagedCache
+from hf_paged.attention import paged_attention
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+F32, BF16 = torch.float32, torch.bfloat16
+LARGER_THAN_CACHES = 1_500_000_000  # bytes of K/V that a kernel benchmark cycles over
+KERNELS = [  # heads, kv_heads, head_dim, dtype, rows, tokens
+    (32, 8, 128, F32, 16, 2048),
+    (32, 8, 128, BF16, 16, 2048),
+    (9, 3, 64, F32, 8, 2048),
+    (9, 3, 64, F32, 1, 8192),
+    (9, 3, 64, BF16, 8, 2048),
+    (32, 32, 64, F32, 4, 2048),
+    (32, 1, 128, F32, 16, 2048),
+    (32, 1, 128, BF16, 16, 2048),
+]
+STEPS = [(F32, 8, 2048), (F32, 1, 8192), (F32, 1, 512), (BF16, 8, 2048), (BF16, 1, 8192)]
+RAGGED = [64, 600, 128, 200, 350, 90, 480, 256]
+
+
+class AttentionLayer(torch.nn.Module):
+    """As much of an attention layer as an attention function reads."""
+
+    is_causal = True
+
+
+def alternate(rounds: int, *calls: Callable[[], Any]) -> list[float]:
+    """Median seconds of each call, run in turn."""
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for _ in range(rounds):
+        for call, spent in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            spent.append(time.perf_counter() - start)
+    return [statistics.median(spent) for spent in times]
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that all threads together read from memory."""
+    data = torch.ones(LARGER_THAN_CACHES // 4)
+    return data.nbytes / alternate(5, data.sum)[0]
+
+
+def cache_of_one_layer(heads: tuple[int, int, int], dtype: torch.dtype, rows: int, tokens: int) -> PagedCache:
+    """A filled cache whose blocks are scattered over the pool."""
+    _, kv_heads, dim = heads
+    config = LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=kv_heads, hidden_size=kv_heads * dim
+    )
+    cache = PagedCache(config=config, num_blocks=rows * (tokens // 16 + 1))
+    free = cache.pool.groups[0]._free
+    free[:] = free[torch.randperm(len(free)).numpy()]
+    states = torch.randn(rows, kv_heads, tokens, dim).to(dtype)
+    cache.update(states, states.flip(2), 0)
+    return cache
+
+
+def kernels(quick: bool, bandwidth: float) -> Iterator[dict[str, Any]]:
+    """One token a row and the attention over all, against folded SDPA on contiguous K/V."""
+    for heads, kv_heads, dim, dtype, rows, tokens in KERNELS[:2] if quick else KERNELS:
+        size = 2 * rows * tokens * kv_heads * dim * dtype.itemsize
+        layers = max(2, LARGER_THAN_CACHES // 2 // size)
+        caches = [
+            cache_of_one_layer((heads, kv_heads, dim), dtype, rows, tokens) for _ in range(layers)
+        ]
+        dense = [
+            tuple(torch.randn(rows, kv_heads, tokens, dim).to(dtype) for _ in range(2))
+            for _ in caches
+        ]
+        query = torch.randn(rows, heads, 1, dim).to(dtype)
+        new = torch.randn(rows, kv_heads, 1, dim).to(dtype)
+        folded = query.view(rows, kv_heads, heads // kv_heads, dim)
+        at = [0, 0]
+
+        def paged() -> None:
+            at[0] = (at[0] + 1) % layers
+            views = caches[at[0]].update(new, new, 0)
+            paged_attention(AttentionLayer(), query, *views, None)
+
+        def sdpa() -> None:
+            at[1] = (at[1] + 1) % layers
+            F.scaled_dot_product_attention(folded, *dense[at[1]])
+
+        with torch.no_grad():
+            mine, theirs = alternate(max(8, 3 * layers), paged, sdpa)
+        yield {
+            "case": f"{heads}/{kv_heads}/{dim} {str(dtype)[6:]} {rows}x{tokens}",
+            "ms": mine * 1e3,
+            "sdpa ms": theirs * 1e3,
+            "GB/s": size / mine / 1e9,
+            "of bandwidth": size / mine / bandwidth,
+            "ratio": theirs / mine,
+        }
+
+
+def filled(model: Any, cache: Any, attention: str, ids: torch.Tensor) -> Any:
+    model.set_attn_implementation(attention)
+    for start in range(0, ids.shape[1], 1024):
+        model(input_ids=ids[:, start : start + 1024], past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def decode_steps(quick: bool) -> Iterator[dict[str, Any]]:
+    """One forward of one token a row, on the real model."""
+    models = {F32: small_model.load(dtype=F32)[0], BF16: small_model.load(dtype=BF16)[0]}
+    for dtype, rows, tokens in [(F32, 1, 512), (F32, 4, 1024)] if quick else STEPS:
+        model = models[dtype]
+        ids = torch.randint(5, 40000, (rows, tokens))
+        token = ids[:, :1]
+        with torch.no_grad():
+            dynamic = filled(model, DynamicCache(config=model.config), "sdpa", ids)
+            paged = filled(model, PagedCache(config=model.config), "hf_paged", ids)
+
+            def step(cache: Any, attention: str) -> None:
+                model.set_attn_implementation(attention)
+                model(input_ids=token, past_key_values=cache)
+
+            theirs, mine = alternate(
+                10 if quick else 30,
+                lambda: step(dynamic, "sdpa"),
+                lambda: step(paged, "hf_paged"),
+            )
+        yield {
+            "case": f"{str(dtype)[6:]} {rows}x{tokens}",
+            "rows": rows,
+            "tokens": tokens,
+            "ms": mine * 1e3,
+            "dynamic ms": theirs * 1e3,
+            "MiB": paged.report().bytes / 2**20,
+            "dynamic MiB": paged.report().dense_bytes / 2**20,
+            "ratio": theirs / mine,
+        }
+        del dynamic, paged
+        gc.collect()
+
+
+def prefill(quick: bool) -> Iterator[dict[str, Any]]:
+    """New tokens behind as many cached ones, against one masked SDPA on contiguous K/V."""
+    tokens = 512 if quick else 2048
+    for heads, kv_heads, dim in [(9, 3, 64), (32, 8, 128)]:
+        cache = cache_of_one_layer((heads, kv_heads, dim), F32, 1, tokens)
+        query = torch.randn(1, heads, tokens, dim)
+        keys, values = torch.randn(2, 1, kv_heads, 2 * tokens, dim)
+        mask = torch.ones(tokens, 2 * tokens, dtype=torch.bool).tril(tokens)
+        new = keys[:, :, tokens:].contiguous(), values[:, :, tokens:].contiguous()
+
+        def paged() -> None:
+            views = cache.update(*new, 0)
+            view_mask = cache_mask(cache, tokens)
+            paged_attention(AttentionLayer(), query, *views, view_mask)
+            cache.crop(-tokens)
+
+        def sdpa() -> None:
+            repeated = (t.repeat_interleave(heads // kv_heads, 1) for t in (keys, values))
+            F.scaled_dot_product_attention(query, *repeated, attn_mask=mask)
+
+        with torch.no_grad():
+            mine, theirs = alternate(4 if quick else 10, paged, sdpa)
+        yield {
+            "case": f"{heads}/{kv_heads}/{dim} float32, {tokens} on {tokens}",
+            "ms": mine * 1e3,
+            "sdpa ms": theirs * 1e3,
+            "ratio": theirs / mine,
+        }
+
+
+def cache_mask(cache: PagedCache, tokens: int) -> Any:
+    """The plain causal mask that transformers would ask our mask function for."""
+    from hf_paged.attention import paged_mask
+
+    past = cache.get_seq_length() - tokens
+    view_length, offset = cache.layers[0].get_mask_sizes(0)
+    return paged_mask(1, tokens, view_length, past, offset)
+
+
+def ragged_inputs(tokenizer: Any, quick: bool) -> Any:
+    lengths = [n // 4 for n in RAGGED] if quick else RAGGED
+    ids = tokenizer("\n".join(pydoc_data.topics.topics.values())[:60000]).input_ids
+    pieces = [ids[700 * i : 700 * i + n] for i, n in enumerate(lengths)]
+    return tokenizer.pad({"input_ids": pieces}, return_tensors="pt")
+
+
+def run_generate(way: str, quick: bool, result: Any = None) -> Any:
+    """Seconds of a generate on the ragged batch and, in a process of its own, its peak memory."""
+    model, tokenizer = small_model.load()
+    inputs, new = ragged_inputs(tokenizer, quick), 16 if quick else 64
+    seconds = generate_once(model, inputs, way, 2)  # warm up
+    gc.collect()
+    process, peak, is_done = psutil.Process(), [0], threading.Event()
+    before = process.memory_info().rss
+
+    def watch() -> None:
+        while not is_done.wait(0.005):
+            peak[0] = max(peak[0], process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    seconds = generate_once(model, inputs, way, new)
+    is_done.set()
+    watcher.join()
+    result.put((seconds, peak[0] - before))
+
+
+def generate_once(model: Any, inputs: Any, way: str, new: int) -> float:
+    start = time.perf_counter()
+    if way == "generate_batch":
+        model.set_attn_implementation("sdpa")
+        ids = [
+            row[mask.bool()].tolist()
+            for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        ]
+        config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
+        model.generate_batch(inputs=ids, generation_config=config)
+    else:
+        model.set_attn_implementation("hf_paged" if way == "PagedCache" else "sdpa")
+        cache = (PagedCache if way == "PagedCache" else DynamicCache)(config=model.config)
+        model.generate(
+            **inputs, past_key_values=cache, min_new_tokens=new, max_new_tokens=new, do_sample=False
+        )
+    return time.perf_counter() - start
+
+
+def generates(quick: bool) -> Iterator[dict[str, Any]]:
+    """A whole generate, each in a process of its own so that its memory is its own."""
+    ways = ["PagedCache", "DynamicCache"] + ([] if quick else ["generate_batch"])
+    context = multiprocessing.get_context("spawn")
+    runs: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
+    for _ in range(1 if quick else 3):
+        for way in ways:
+            queue = context.Queue()
+            process = context.Process(target=run_generate, args=(way, quick, queue))
+            process.start()
+            runs[way].append(queue.get(timeout=600))
+            process.join()
+    seconds = {way: statistics.median(s for s, _ in found) for way, found in runs.items()}
+    for way in ways:
+        yield {
+            "case": way,
+            "s": seconds[way],
+            "peak MiB": statistics.median(m for _, m in runs[way]) / 2**20,
+            "ratio": seconds[way] / seconds["PagedCache"],
+        }
+
+
+def host_work(quick: bool) -> Iterator[dict[str, Any]]:
+    """What a decode step costs once, not once a layer: the first layer's update less the second's."""
+    for rows in (8, 64):
+        config = LlamaConfig(num_hidden_layers=2, num_attention_heads=1, hidden_size=16)
+        cache = PagedCache(config=config)
+        new, query = torch.randn(rows, 1, 1, 16), torch.randn(rows, 1, 1, 16)
+        first, second = [], []
+        with torch.no_grad():
+            for _ in range(100 if quick else 400):
+                for layer, spent in enumerate((first, second)):
+                    start = time.perf_counter()
+                    views = cache.update(new, new, layer)
+                    paged_attention(AttentionLayer(), query, *views, None)
+                    spent.append(time.perf_counter() - start)
+        work = statistics.median(first) - statistics.median(second)
+        yield {"case": f"batch {rows}", "ms": work * 1e3, "a layer, ms": statistics.median(second) * 1e3}
+
+
+def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name == "case" else "right")
+    for row in rows:
+        table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
+    return table
+
+
+def markdown_of(title: str, rows: list[dict[str, Any]]) -> str:
+    names = list(rows[0])
+    lines = [f"## {title}", "", "| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for row in rows:
+        cells = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values())
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(steps: list[dict[str, Any]], path: Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+    labels = [row["case"] for row in steps]
+    for axis, (mine, theirs, unit) in zip(
+        axes, [("ms", "dynamic ms", "ms a step"), ("MiB", "dynamic MiB", "MiB of K/V")], strict=True
+    ):
+        places = range(len(steps))
+        axis.bar([p - 0.2 for p in places], [row[theirs] for row in steps], 0.4, label="DynamicCache")
+        axis.bar([p + 0.2 for p in places], [row[mine] for row in steps], 0.4, label="PagedCache")
+        axis.set_xticks(list(places), labels, rotation=20)
+        axis.set_ylabel(unit)
+        axis.legend()
+    figure.suptitle("One decode step of SmolLM2-135M, by dtype and batch x context")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    bandwidth = read_bandwidth()
+    machine = {
+        "command": "python " + " ".join(sys.argv),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "read GB/s": bandwidth / 1e9,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+        "Attention call, against folded SDPA on contiguous K/V": lambda: kernels(
+            arguments.quick, bandwidth
+        ),
+        "Decode step, against DynamicCache": lambda: decode_steps(arguments.quick),
+        "Prefill behind a cached prefix, against one masked SDPA": lambda: prefill(arguments.quick),
+        "Host work of a decode step": lambda: host_work(arguments.quick),
+        "generate on 8 ragged prompts": lambda: generates(arguments.quick),
+    }
+    results: dict[str, list[dict[str, Any]]] = {}
+    for title, part in tqdm(parts.items(), unit="part"):
+        results[title] = list(tqdm(part(), desc=title, leave=False, unit="case"))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "throughput.json").write_text(
+        json.dumps({"machine": machine, **results}, indent=1) + "\n"
+    )
+    facts = "".join(f"- {name}: {value}\n" for name, value in machine.items())
+    text = "\n".join(markdown_of(title, rows) for title, rows in results.items())
+    (arguments.out / "throughput.md").write_text(f"# Throughput\n\n{facts}\n{text}")
+    plot(results["Decode step, against DynamicCache"], arguments.out / "throughput.png")
+    console = Console()
+    for title, rows in results.items():
+        console.print(table_of(title, rows))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="smaller cases, under two minutes")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    main(parser.parse_args())
