@@ -1,4 +1,4 @@
-"""How fast: kernels against the machine's bandwidth, decode steps, prefill, a whole generate, memory.
+"""How fast: attention calls, decode steps, prefill, host work, a whole generate and its memory.
 
     python evals/throughput.py            # about 15 minutes on 2 cores
     python evals/throughput.py --quick    # under 2 minutes
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -37,14 +38,16 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples import small_model
 from hf_paged import PagedCache
-from hf_paged.attention import paged_attention
+from hf_paged.attention import paged_attention, paged_mask
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 F32, BF16 = torch.float32, torch.bfloat16
 LARGER_THAN_CACHES = 1_500_000_000  # bytes of K/V that a kernel benchmark cycles over
-KERNELS = [  # heads, kv_heads, head_dim, dtype, rows, tokens
+CALL = "Attention call, against folded SDPA on contiguous K/V"
+STEP = "Decode step, against DynamicCache"
+CALLS = [  # heads, kv_heads, head_dim, dtype, rows, tokens
     (32, 8, 128, F32, 16, 2048),
     (32, 8, 128, BF16, 16, 2048),
     (9, 3, 64, F32, 8, 2048),
@@ -83,13 +86,14 @@ def read_bandwidth() -> float:
     return data.nbytes / alternate(5, data.sum)[0]
 
 
-def cache_of_one_layer(heads: tuple[int, int, int], dtype: torch.dtype, rows: int, tokens: int) -> PagedCache:
-    """A filled cache whose blocks are scattered over the pool."""
-    _, kv_heads, dim = heads
+def cache_of_one_layer(
+    kv_heads: int, dim: int, dtype: torch.dtype, rows: int, tokens: int
+) -> PagedCache:
+    """A filled cache whose blocks are scattered over the pool, with room for as many tokens."""
     config = LlamaConfig(
         num_hidden_layers=1, num_attention_heads=kv_heads, hidden_size=kv_heads * dim
     )
-    cache = PagedCache(config=config, num_blocks=rows * (tokens // 16 + 1))
+    cache = PagedCache(config=config, num_blocks=2 * rows * (tokens // 16 + 1))
     free = cache.pool.groups[0]._free
     free[:] = free[torch.randperm(len(free)).numpy()]
     states = torch.randn(rows, kv_heads, tokens, dim).to(dtype)
@@ -97,42 +101,63 @@ def cache_of_one_layer(heads: tuple[int, int, int], dtype: torch.dtype, rows: in
     return cache
 
 
-def kernels(quick: bool, bandwidth: float) -> Iterator[dict[str, Any]]:
+def attention_call(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    rows: int,
+    tokens: int,
+    bandwidth: float,
+) -> dict[str, Any]:
     """One token a row and the attention over all, against folded SDPA on contiguous K/V."""
-    for heads, kv_heads, dim, dtype, rows, tokens in KERNELS[:2] if quick else KERNELS:
-        size = 2 * rows * tokens * kv_heads * dim * dtype.itemsize
-        layers = max(2, LARGER_THAN_CACHES // 2 // size)
-        caches = [
-            cache_of_one_layer((heads, kv_heads, dim), dtype, rows, tokens) for _ in range(layers)
-        ]
-        dense = [
-            tuple(torch.randn(rows, kv_heads, tokens, dim).to(dtype) for _ in range(2))
-            for _ in caches
-        ]
-        query = torch.randn(rows, heads, 1, dim).to(dtype)
-        new = torch.randn(rows, kv_heads, 1, dim).to(dtype)
-        folded = query.view(rows, kv_heads, heads // kv_heads, dim)
-        at = [0, 0]
+    size = 2 * rows * tokens * kv_heads * dim * dtype.itemsize
+    layers = max(2, LARGER_THAN_CACHES // 2 // size)
+    caches = [cache_of_one_layer(kv_heads, dim, dtype, rows, tokens) for _ in range(layers)]
+    dense = [torch.randn(2, rows, kv_heads, tokens, dim).to(dtype) for _ in range(layers)]
+    query = torch.randn(rows, heads, 1, dim).to(dtype)
+    new = torch.randn(rows, kv_heads, 1, dim).to(dtype)
+    folded = query.view(rows, kv_heads, heads // kv_heads, dim)
+    turns = [itertools.cycle(range(layers)) for _ in range(2)]
 
-        def paged() -> None:
-            at[0] = (at[0] + 1) % layers
-            views = caches[at[0]].update(new, new, 0)
-            paged_attention(AttentionLayer(), query, *views, None)
+    def paged() -> None:
+        views = caches[next(turns[0])].update(new, new, 0)
+        paged_attention(AttentionLayer(), query, *views, None)
 
-        def sdpa() -> None:
-            at[1] = (at[1] + 1) % layers
-            F.scaled_dot_product_attention(folded, *dense[at[1]])
+    def sdpa() -> None:
+        F.scaled_dot_product_attention(folded, *dense[next(turns[1])])
 
-        with torch.no_grad():
-            mine, theirs = alternate(max(8, 3 * layers), paged, sdpa)
-        yield {
-            "case": f"{heads}/{kv_heads}/{dim} {str(dtype)[6:]} {rows}x{tokens}",
-            "ms": mine * 1e3,
-            "sdpa ms": theirs * 1e3,
-            "GB/s": size / mine / 1e9,
-            "of bandwidth": size / mine / bandwidth,
-            "ratio": theirs / mine,
-        }
+    mine, theirs = alternate(max(8, 3 * layers), paged, sdpa)
+    return {
+        "case": f"{heads}/{kv_heads}/{dim} {str(dtype)[6:]} {rows}x{tokens}",
+        "ms": mine * 1e3,
+        "sdpa ms": theirs * 1e3,
+        "GB/s": size / mine / 1e9,
+        "of bandwidth": size / mine / bandwidth,
+        "ratio": theirs / mine,
+    }
+
+
+def decode_step(model: Any, rows: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """One forward of one token a row, on the real model."""
+    ids = torch.randint(5, 40000, (rows, tokens))
+    dynamic = filled(model, DynamicCache(config=model.config), "sdpa", ids)
+    paged = filled(model, PagedCache(config=model.config), "hf_paged", ids)
+
+    def step(cache: Any, attention: str) -> None:
+        model.set_attn_implementation(attention)
+        model(input_ids=ids[:, :1], past_key_values=cache)
+
+    theirs, mine = alternate(rounds, lambda: step(dynamic, "sdpa"), lambda: step(paged, "hf_paged"))
+    report = paged.report()
+    return {
+        "case": f"{str(model.dtype)[6:]} {rows}x{tokens}",
+        "ms": mine * 1e3,
+        "dynamic ms": theirs * 1e3,
+        "MiB": report.bytes / 2**20,
+        "dynamic MiB": report.dense_bytes / 2**20,
+        "ratio": theirs / mine,
+    }
 
 
 def filled(model: Any, cache: Any, attention: str, ids: torch.Tensor) -> Any:
@@ -142,77 +167,31 @@ def filled(model: Any, cache: Any, attention: str, ids: torch.Tensor) -> Any:
     return cache
 
 
-def decode_steps(quick: bool) -> Iterator[dict[str, Any]]:
-    """One forward of one token a row, on the real model."""
-    models = {F32: small_model.load(dtype=F32)[0], BF16: small_model.load(dtype=BF16)[0]}
-    for dtype, rows, tokens in [(F32, 1, 512), (F32, 4, 1024)] if quick else STEPS:
-        model = models[dtype]
-        ids = torch.randint(5, 40000, (rows, tokens))
-        token = ids[:, :1]
-        with torch.no_grad():
-            dynamic = filled(model, DynamicCache(config=model.config), "sdpa", ids)
-            paged = filled(model, PagedCache(config=model.config), "hf_paged", ids)
-
-            def step(cache: Any, attention: str) -> None:
-                model.set_attn_implementation(attention)
-                model(input_ids=token, past_key_values=cache)
-
-            theirs, mine = alternate(
-                10 if quick else 30,
-                lambda: step(dynamic, "sdpa"),
-                lambda: step(paged, "hf_paged"),
-            )
-        yield {
-            "case": f"{str(dtype)[6:]} {rows}x{tokens}",
-            "rows": rows,
-            "tokens": tokens,
-            "ms": mine * 1e3,
-            "dynamic ms": theirs * 1e3,
-            "MiB": paged.report().bytes / 2**20,
-            "dynamic MiB": paged.report().dense_bytes / 2**20,
-            "ratio": theirs / mine,
-        }
-        del dynamic, paged
-        gc.collect()
-
-
-def prefill(quick: bool) -> Iterator[dict[str, Any]]:
+def prefill(heads: int, kv_heads: int, dim: int, tokens: int, rounds: int) -> dict[str, Any]:
     """New tokens behind as many cached ones, against one masked SDPA on contiguous K/V."""
-    tokens = 512 if quick else 2048
-    for heads, kv_heads, dim in [(9, 3, 64), (32, 8, 128)]:
-        cache = cache_of_one_layer((heads, kv_heads, dim), F32, 1, tokens)
-        query = torch.randn(1, heads, tokens, dim)
-        keys, values = torch.randn(2, 1, kv_heads, 2 * tokens, dim)
-        mask = torch.ones(tokens, 2 * tokens, dtype=torch.bool).tril(tokens)
-        new = keys[:, :, tokens:].contiguous(), values[:, :, tokens:].contiguous()
+    cache = cache_of_one_layer(kv_heads, dim, F32, 1, tokens)
+    query = torch.randn(1, heads, tokens, dim)
+    keys, values = torch.randn(2, 1, kv_heads, 2 * tokens, dim)
+    mask = torch.ones(tokens, 2 * tokens, dtype=torch.bool).tril(tokens)
+    new = [t[:, :, tokens:].contiguous() for t in (keys, values)]
 
-        def paged() -> None:
-            views = cache.update(*new, 0)
-            view_mask = cache_mask(cache, tokens)
-            paged_attention(AttentionLayer(), query, *views, view_mask)
-            cache.crop(-tokens)
+    def paged() -> None:
+        past, (length, offset) = cache.get_seq_length(), cache.get_mask_sizes(tokens, 0)
+        view_mask = paged_mask(1, tokens, length, past, offset)
+        paged_attention(AttentionLayer(), query, *cache.update(*new, 0), view_mask)
+        cache.crop(-tokens)
 
-        def sdpa() -> None:
-            repeated = (t.repeat_interleave(heads // kv_heads, 1) for t in (keys, values))
-            F.scaled_dot_product_attention(query, *repeated, attn_mask=mask)
+    def sdpa() -> None:
+        repeated = (t.repeat_interleave(heads // kv_heads, 1) for t in (keys, values))
+        F.scaled_dot_product_attention(query, *repeated, attn_mask=mask)
 
-        with torch.no_grad():
-            mine, theirs = alternate(4 if quick else 10, paged, sdpa)
-        yield {
-            "case": f"{heads}/{kv_heads}/{dim} float32, {tokens} on {tokens}",
-            "ms": mine * 1e3,
-            "sdpa ms": theirs * 1e3,
-            "ratio": theirs / mine,
-        }
-
-
-def cache_mask(cache: PagedCache, tokens: int) -> Any:
-    """The plain causal mask that transformers would ask our mask function for."""
-    from hf_paged.attention import paged_mask
-
-    past = cache.get_seq_length() - tokens
-    view_length, offset = cache.layers[0].get_mask_sizes(0)
-    return paged_mask(1, tokens, view_length, past, offset)
+    mine, theirs = alternate(rounds, paged, sdpa)
+    return {
+        "case": f"{heads}/{kv_heads}/{dim} float32, {tokens} on {tokens}",
+        "ms": mine * 1e3,
+        "sdpa ms": theirs * 1e3,
+        "ratio": theirs / mine,
+    }
 
 
 def ragged_inputs(tokenizer: Any, quick: bool) -> Any:
@@ -222,11 +201,11 @@ def ragged_inputs(tokenizer: Any, quick: bool) -> Any:
     return tokenizer.pad({"input_ids": pieces}, return_tensors="pt")
 
 
-def run_generate(way: str, quick: bool, result: Any = None) -> Any:
+def run_generate(way: str, quick: bool, result: Any) -> None:
     """Seconds of a generate on the ragged batch and, in a process of its own, its peak memory."""
     model, tokenizer = small_model.load()
     inputs, new = ragged_inputs(tokenizer, quick), 16 if quick else 64
-    seconds = generate_once(model, inputs, way, 2)  # warm up
+    generate_once(model, inputs, way, 2)  # warm up
     gc.collect()
     process, peak, is_done = psutil.Process(), [0], threading.Event()
     before = process.memory_info().rss
@@ -284,22 +263,19 @@ def generates(quick: bool) -> Iterator[dict[str, Any]]:
         }
 
 
-def host_work(quick: bool) -> Iterator[dict[str, Any]]:
-    """What a decode step costs once, not once a layer: the first layer's update less the second's."""
-    for rows in (8, 64):
-        config = LlamaConfig(num_hidden_layers=2, num_attention_heads=1, hidden_size=16)
-        cache = PagedCache(config=config)
-        new, query = torch.randn(rows, 1, 1, 16), torch.randn(rows, 1, 1, 16)
-        first, second = [], []
-        with torch.no_grad():
-            for _ in range(100 if quick else 400):
-                for layer, spent in enumerate((first, second)):
-                    start = time.perf_counter()
-                    views = cache.update(new, new, layer)
-                    paged_attention(AttentionLayer(), query, *views, None)
-                    spent.append(time.perf_counter() - start)
-        work = statistics.median(first) - statistics.median(second)
-        yield {"case": f"batch {rows}", "ms": work * 1e3, "a layer, ms": statistics.median(second) * 1e3}
+def host_work(rows: int, rounds: int) -> dict[str, Any]:
+    """What a decode step costs once: the first layer's update less the second's."""
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=1, hidden_size=16)
+    cache = PagedCache(config=config)
+    new, query = torch.randn(rows, 1, 1, 16), torch.randn(rows, 1, 1, 16)
+    spent: list[list[float]] = [[], []]
+    for _ in range(rounds):
+        for layer in range(2):
+            start = time.perf_counter()
+            paged_attention(AttentionLayer(), query, *cache.update(new, new, layer), None)
+            spent[layer].append(time.perf_counter() - start)
+    first, second = (statistics.median(times) * 1e3 for times in spent)
+    return {"case": f"batch {rows}", "once a step, ms": first - second, "a layer, ms": second}
 
 
 def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
@@ -327,7 +303,9 @@ def plot(steps: list[dict[str, Any]], path: Path) -> None:
         axes, [("ms", "dynamic ms", "ms a step"), ("MiB", "dynamic MiB", "MiB of K/V")], strict=True
     ):
         places = range(len(steps))
-        axis.bar([p - 0.2 for p in places], [row[theirs] for row in steps], 0.4, label="DynamicCache")
+        axis.bar(
+            [p - 0.2 for p in places], [row[theirs] for row in steps], 0.4, label="DynamicCache"
+        )
         axis.bar([p + 0.2 for p in places], [row[mine] for row in steps], 0.4, label="PagedCache")
         axis.set_xticks(list(places), labels, rotation=20)
         axis.set_ylabel(unit)
@@ -350,18 +328,24 @@ def main(arguments: argparse.Namespace) -> None:
         "transformers": transformers.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
-    parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-        "Attention call, against folded SDPA on contiguous K/V": lambda: kernels(
-            arguments.quick, bandwidth
+    quick = arguments.quick
+    models = {dtype: small_model.load(dtype=dtype)[0] for dtype in (F32, BF16)}
+    calls = CALLS[:2] if quick else CALLS
+    steps = [(F32, 1, 512), (F32, 4, 1024)] if quick else STEPS
+    cached = 512 if quick else 2048
+    parts = {
+        CALL: (attention_call(*call, bandwidth) for call in calls),
+        STEP: (decode_step(models[step[0]], *step[1:], 10 if quick else 30) for step in steps),
+        "Prefill behind a cached prefix, against one masked SDPA": (
+            prefill(*heads, cached, 4 if quick else 10) for heads in ((9, 3, 64), (32, 8, 128))
         ),
-        "Decode step, against DynamicCache": lambda: decode_steps(arguments.quick),
-        "Prefill behind a cached prefix, against one masked SDPA": lambda: prefill(arguments.quick),
-        "Host work of a decode step": lambda: host_work(arguments.quick),
-        "generate on 8 ragged prompts": lambda: generates(arguments.quick),
+        "Host work of a decode step": (host_work(rows, 200) for rows in (8, 64)),
+        "generate on 8 ragged prompts": generates(quick),
     }
     results: dict[str, list[dict[str, Any]]] = {}
-    for title, part in tqdm(parts.items(), unit="part"):
-        results[title] = list(tqdm(part(), desc=title, leave=False, unit="case"))
+    with torch.no_grad():
+        for title, rows in tqdm(parts.items(), unit="part"):
+            results[title] = list(tqdm(rows, desc=title, leave=False, unit="case"))
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "throughput.json").write_text(
         json.dumps({"machine": machine, **results}, indent=1) + "\n"
@@ -369,7 +353,7 @@ def main(arguments: argparse.Namespace) -> None:
     facts = "".join(f"- {name}: {value}\n" for name, value in machine.items())
     text = "\n".join(markdown_of(title, rows) for title, rows in results.items())
     (arguments.out / "throughput.md").write_text(f"# Throughput\n\n{facts}\n{text}")
-    plot(results["Decode step, against DynamicCache"], arguments.out / "throughput.png")
+    plot(results[STEP], arguments.out / "throughput.png")
     console = Console()
     for title, rows in results.items():
         console.print(table_of(title, rows))

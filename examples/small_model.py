@@ -35,7 +35,9 @@ def load(
     """
     source, kwargs = _source(name)
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **kwargs)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs)
+    # Some versions of transformers keep a GGUF file's weights packed unless they go to float32.
+    loaded = torch.float32 if "gguf_file" in kwargs else dtype
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=loaded, **kwargs).to(dtype)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).eval(), tokenizer
