@@ -1,6 +1,6 @@
 """How fast: attention calls, decode steps, prefill, host work, a whole generate and its memory.
 
-    python evals/throughput.py            # about 15 minutes on 2 cores
+    python evals/throughput.py            # about 10 minutes on 2 cores
     python evals/throughput.py --quick    # under 2 minutes
 
 Baseline and candidate alternate within one process, and what is reported are medians and their
@@ -12,16 +12,13 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import multiprocessing
-import os
-import platform
 import pydoc_data.topics
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +26,11 @@ import matplotlib
 import psutil
 import torch
 import torch.nn.functional as F
-import transformers
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from evals.common import alternate, machine_facts, write_results
 from examples import small_model
 from hf_paged import PagedCache
 from hf_paged.attention import paged_attention, paged_mask
@@ -65,19 +60,6 @@ class AttentionLayer(torch.nn.Module):
     """As much of an attention layer as an attention function reads."""
 
     is_causal = True
-
-
-def alternate(rounds: int, *calls: Callable[[], Any]) -> list[float]:
-    """Median seconds of each call, run in turn."""
-    times: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        call()
-    for _ in range(rounds):
-        for call, spent in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            call()
-            spent.append(time.perf_counter() - start)
-    return [statistics.median(spent) for spent in times]
 
 
 def read_bandwidth() -> float:
@@ -278,24 +260,6 @@ def host_work(rows: int, rounds: int) -> dict[str, Any]:
     return {"case": f"batch {rows}", "once a step, ms": first - second, "a layer, ms": second}
 
 
-def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "case" else "right")
-    for row in rows:
-        table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
-    return table
-
-
-def markdown_of(title: str, rows: list[dict[str, Any]]) -> str:
-    names = list(rows[0])
-    lines = [f"## {title}", "", "| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    for row in rows:
-        cells = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values())
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
 def plot(steps: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     labels = [row["case"] for row in steps]
@@ -318,16 +282,6 @@ def plot(steps: list[dict[str, Any]], path: Path) -> None:
 def main(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     bandwidth = read_bandwidth()
-    machine = {
-        "command": "python " + " ".join(sys.argv),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "read GB/s": bandwidth / 1e9,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
     quick = arguments.quick
     models = {dtype: small_model.load(dtype=dtype)[0] for dtype in (F32, BF16)}
     calls = CALLS[:2] if quick else CALLS
@@ -346,17 +300,9 @@ def main(arguments: argparse.Namespace) -> None:
     with torch.no_grad():
         for title, rows in tqdm(parts.items(), unit="part"):
             results[title] = list(tqdm(rows, desc=title, leave=False, unit="case"))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "throughput.json").write_text(
-        json.dumps({"machine": machine, **results}, indent=1) + "\n"
-    )
-    facts = "".join(f"- {name}: {value}\n" for name, value in machine.items())
-    text = "\n".join(markdown_of(title, rows) for title, rows in results.items())
-    (arguments.out / "throughput.md").write_text(f"# Throughput\n\n{facts}\n{text}")
+    facts = {**machine_facts(), "read GB/s": round(bandwidth / 1e9, 1)}
+    write_results(arguments.out, "throughput", "Throughput", facts, results)
     plot(results[STEP], arguments.out / "throughput.png")
-    console = Console()
-    for title, rows in results.items():
-        console.print(table_of(title, rows))
 
 
 if __name__ == "__main__":

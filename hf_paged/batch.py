@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .pool import BlockPool
+from .sharing import Sharing, find_sharing
 from .step import GroupStep, Step
 from .table import BlockTables, Tokens
 from .view import Calls, LayerPages, LazyMask, gather
@@ -42,13 +43,15 @@ class Batch:
     Args:
         pool: where the blocks are.
         backend: name of the attention backend.
+        share_prompts: store what rows have in common at their beginning once.
     """
 
-    def __init__(self, pool: BlockPool, backend: str):
-        self.pool, self.backend = pool, backend
+    def __init__(self, pool: BlockPool, backend: str, share_prompts: bool):
+        self.pool, self.backend, self.share_prompts = pool, backend, share_prompts
         self.tables = BlockTables(pool)
         self.step: Step | None = None
         self._group_steps: list[GroupStep] = []
+        self._sharing: Sharing | None = None
         self.record_past = False
         self.calls = Calls()
         self.is_freed = False
@@ -122,11 +125,13 @@ class Batch:
         if layer in self._behind or layer in self._idle:
             step = self._continue_step(layer, keys)
         else:
-            step = self._begin_step(keys.shape[0], keys.shape[2])
+            step = self._begin_step(keys, values)
         self._behind.discard(layer)
-        group = self._group_steps[self.pool.group_of_layer[layer]]
         new_keys, new_values = step.unpad(keys.detach()), step.unpad(values.detach())
-        storage.write(group.slots, group.keep_stored(new_keys), group.keep_stored(new_values))
+        if self._sharing is not None:
+            self._part(self._sharing.differing(step, new_keys, new_values))
+        group = self._group_steps[self.pool.group_of_layer[layer]]
+        storage.write(group.slots, group.keep_written(new_keys), group.keep_written(new_values))
         past = step.before.columns
         visible = past if group.window is None else min(past, group.window - 1)
         return LayerPages(
@@ -162,7 +167,7 @@ class Batch:
     def forked(self, rows: np.ndarray) -> Batch:
         """A new batch of rows `rows` that shares every block."""
         self._settle()
-        batch = Batch(self.pool, self.backend)
+        batch = Batch(self.pool, self.backend, self.share_prompts)
         batch.tables = self.tables.select(rows)
         batch.record_past = self.record_past
         batch._idle, batch._has_completed = set(self._idle), self._has_completed
@@ -197,10 +202,12 @@ class Batch:
             self.reset()
             self.is_freed = True
 
-    def _begin_step(self, rows: int, columns: int) -> Step:
+    def _begin_step(self, keys: torch.Tensor, values: torch.Tensor) -> Step:
+        rows, columns = keys.shape[0], keys.shape[2]
         self._settle()
         self._end_step()
-        if not self.columns and self.rows != rows:
+        were = self.rows
+        if not self.columns:
             self.tables = BlockTables(self.pool, rows)
         if self.rows not in (1, rows):
             raise self._wrong_rows(rows)
@@ -210,21 +217,40 @@ class Batch:
         if is_fork:
             self._replace_tables(np.zeros(rows, np.int64))
         before, new = self.tables.tokens, self._new_tokens(rows, columns)
+        self.step = step = Step(before, before.extend(columns, new), new)
+        self._sharing = None
+        if self.share_prompts and not before.columns and rows > 1:
+            states = step.unpad(keys.detach()), step.unpad(values.detach())
+            self._sharing = find_sharing(step, *states, self.pool.block_size)
         try:
-            self.tables.append(columns, new, self.record_past)
+            self.tables.append(step.after, self.record_past, self._sharing)
         except BaseException:
+            self._end_step()
             if is_fork:
                 self._replace_tables(np.zeros(1, np.int64))
+            elif not before.columns:
+                self.tables = BlockTables(self.pool, were)
             raise
-        tables = self.tables
-        self.step = step = Step(before, tables.tokens, new)
-        self._group_steps = [
-            GroupStep(step, tables, index, self.record_past) for index in range(len(tables.tables))
-        ]
+        self._make_group_steps()
         self._behind = set(self.pool.group_of_layer) - self._idle
         if os.environ.get(ENV_DEBUG) == "1":
             self.pool.check()
         return step
+
+    def _make_group_steps(self) -> None:
+        assert self.step is not None
+        self._group_steps = [
+            GroupStep(self.step, self.tables, index, self.record_past, self._sharing)
+            for index in range(len(self.pool.groups))
+        ]
+
+    def _part(self, rows: np.ndarray) -> None:
+        """Give rows that turn out to differ from their leader blocks of their own."""
+        if len(rows):
+            assert self._sharing is not None
+            self.tables.unshare(rows)
+            self._sharing.drop(rows)
+            self._make_group_steps()
 
     def _continue_step(self, layer: int, keys: torch.Tensor) -> Step:
         step = self.step
@@ -262,7 +288,7 @@ class Batch:
     def _end_step(self) -> None:
         if self.step is not None:
             self.step.is_current = False
-            self.step, self._group_steps = None, []
+            self.step, self._sharing, self._group_steps = None, None, []
 
     def _replace_tables(self, rows: np.ndarray) -> None:
         old, self.tables = self.tables, self.tables.select(rows)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from inspect import signature
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from .backends import backend_for, check_backend
 from .batch import Batch
@@ -33,7 +34,7 @@ class PagedCache(Cache):
         max_memory: bytes over all layers, as an int or as text such as "4GiB".
         backend: "auto", or the name of an attention backend; the environment variable
             HF_PAGED_BACKEND goes before it.
-        share_prompts: store prompts that are identical within a batch once.
+        share_prompts: store what the prompts of a batch have in common at their beginning once.
 
     Raises:
         ValueError: naming the argument that is wrong, or the two that contradict each other.
@@ -67,7 +68,7 @@ class PagedCache(Cache):
                 raise ValueError(
                     f"block_size={block_size} contradicts the pool's, which is {pool.block_size}."
                 )
-        self._set_batch(Batch(pool, backend))
+        self._set_batch(Batch(pool, backend, share_prompts))
 
     def _set_batch(self, batch: Batch) -> None:
         self._batch = batch
@@ -160,6 +161,51 @@ class PagedCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         return self.fork()
+
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        chunk_size: int | None = None,
+        **kwargs: Any,
+    ) -> PagedCache:
+        """Compute all but the last token of the prompts, so that generate computes that one only.
+
+            cache.prefill(model, **inputs)
+            model.generate(**inputs, past_key_values=cache, num_beams=8)
+
+        A cache of one row then serves all beams or return sequences of its prompt.
+
+        Args:
+            model: the model, which is run without its head.
+            input_ids: int64 [rows, tokens], whole prompts; what the cache holds is passed over.
+            attention_mask: [rows, tokens], 0 where a column is padding.
+            chunk_size: tokens in one forward; None takes all at once.
+            kwargs: what else the model's forward takes.
+
+        Returns:
+            This cache.
+        """
+        if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+            raise ValueError(
+                f"chunk_size must be a whole number of at least 1, not {chunk_size!r}."
+            )
+        body = model.base_model
+        if attention_mask is not None and "position_ids" in signature(body.forward).parameters:
+            kwargs.setdefault("position_ids", (attention_mask.cumsum(-1) - 1).clamp(min=0))
+        start, last = self.get_seq_length(), input_ids.shape[1] - 1
+        while start < last:
+            stop = last if chunk_size is None else min(start + chunk_size, last)
+            inputs = dict(kwargs)
+            if attention_mask is not None:
+                inputs["attention_mask"] = attention_mask[:, :stop]
+            if "position_ids" in kwargs:
+                inputs["position_ids"] = kwargs["position_ids"][..., start:stop]
+            with torch.no_grad():
+                body(input_ids=input_ids[:, start:stop], past_key_values=self, **inputs)
+            start = stop
+        return self
 
     def free(self) -> None:
         """Give all blocks back now; the cache cannot be used any more."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from .table import BlockTables, Tokens, first_block
+
+if TYPE_CHECKING:
+    from .sharing import Sharing
 
 T = TypeVar("T")
 
@@ -98,14 +101,23 @@ class GroupStep:
         tables: the block tables, with the step's columns appended.
         index: the group's index in the pool.
         keep_past: whether blocks are held beyond the windows.
+        sharing: rows whose leading tokens their leader writes.
 
     Attributes:
         table: int32 [rows, width], physical block of each logical block, -1 where none is held.
         window: the group's window, None for full attention.
         block_size: slots in a block.
+        stores_all: whether every new token is in the blocks, not only what a later query can see.
     """
 
-    def __init__(self, step: Step, tables: BlockTables, index: int, keep_past: bool):
+    def __init__(
+        self,
+        step: Step,
+        tables: BlockTables,
+        index: int,
+        keep_past: bool,
+        sharing: Sharing | None = None,
+    ):
         group = tables.pool.groups[index]
         self.step = step
         self._tables = tables  # whoever reads this step keeps its blocks held
@@ -113,30 +125,30 @@ class GroupStep:
         self.table = tables.tables[index]
         self.window, self.block_size = group.window, group.block_size
         row, position = step.token_row, step.token_position
-        self._stored: np.ndarray | None = None  # new tokens that the group keeps, None for all
+        kept = np.ones(len(row), bool)
         if group.window is not None and not keep_past:
             kept = position >= first_block(group, step.after)[row] * group.block_size
-            if not kept.all():
-                self._stored = np.flatnonzero(kept)
-                row, position = row[kept], position[kept]
+        self.stores_all = bool(kept.all())
+        if sharing is not None:
+            kept &= position >= sharing.tokens[row]
+        self._written: np.ndarray | None = None  # which new tokens are written, None for all
+        if not kept.all():
+            self._written = np.flatnonzero(kept)
+            row, position = row[kept], position[kept]
         self._slots = tables.slots(index, row, position)
         self._memo: dict[Hashable, Any] = {}
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """int64 [stored tokens], the slot that each new token is written to."""
+        """int64 [written tokens], the slot that each of them is written to."""
         return torch.from_numpy(self._slots)
 
-    @property
-    def stores_all(self) -> bool:
-        """Whether every new token is in the blocks, not only those that a later query can see."""
-        return self._stored is None
-
-    def keep_stored(self, states: torch.Tensor) -> torch.Tensor:
-        """Of [tokens, heads, dim] the states that are written: those that a later query can see."""
-        if self._stored is None:
+    def keep_written(self, states: torch.Tensor) -> torch.Tensor:
+        """Of [tokens, heads, dim] the states that are written: not those that no later query can
+        see, nor those that another row writes."""
+        if self._written is None:
             return states
-        return states.index_select(0, torch.from_numpy(self._stored).to(states.device))
+        return states.index_select(0, torch.from_numpy(self._written).to(states.device))
 
     def row_slots(self, row: int, start: int, stop: int) -> torch.Tensor:
         """int64 [stop - start], the slots of tokens `start` to `stop` of `row`."""

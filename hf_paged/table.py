@@ -8,10 +8,14 @@ block `table[row, t // block_size]`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .pool import BlockGroup, BlockPool
+
+if TYPE_CHECKING:
+    from .sharing import Sharing
 
 
 @dataclass(frozen=True)
@@ -154,26 +158,49 @@ class BlockTables:
     def __del__(self) -> None:
         self.pool.drop(self.tables)
 
-    def append(self, columns: int, new: np.ndarray | None, keep_past: bool) -> None:
+    def append(self, tokens: Tokens, keep_past: bool, sharing: Sharing | None = None) -> None:
         """Hold blocks for new columns, copying a shared block that they will write to.
 
         Args:
-            columns: how many columns.
-            new: bool [rows, columns], which of them are tokens; None if all are.
+            tokens: the present tokens and the new columns.
             keep_past: hold the blocks of every new token, also those that no window reaches.
+            sharing: rows that get their leader's blocks, in a first step.
 
         Raises:
             PoolExhausted: a group has too few free blocks; nothing has changed.
         """
-        tokens = self.tokens.extend(columns, new)
         with self.pool.lock:
             needs = [
-                _Need(self, index, tokens, keep_past) for index in range(len(self.pool.groups))
+                _Need(self, index, tokens, keep_past, sharing)
+                for index in range(len(self.pool.groups))
             ]
             taken = self.pool.take([need.count for need in needs])
             for need, blocks in zip(needs, taken, strict=True):
                 self.pool.copies += need.fill(blocks)
             self.tokens = tokens
+
+    def unshare(self, rows: np.ndarray) -> None:
+        """Give `rows` copies of the blocks that they share, in every group.
+
+        Raises:
+            PoolExhausted: a group has too few free blocks; nothing has changed.
+        """
+        with self.pool.lock:
+            shared = []
+            for group, table in zip(self.pool.groups, self.tables, strict=True):
+                own = table[rows]
+                shared.append((own >= 0) & (group.ref_counts[own] > 1))
+            taken = self.pool.take([int(where.sum()) for where in shared])
+            for group, table, where, copies in zip(
+                self.pool.groups, self.tables, shared, taken, strict=True
+            ):
+                own = table[rows]
+                originals = own[where].astype(np.int64)
+                group.copy_blocks(originals, copies)
+                own[where] = copies
+                table[rows] = own
+                group.release(originals)
+                self.pool.copies += len(copies)
 
     def truncate(self, columns: int) -> None:
         """Drop all but the first `columns` columns.
@@ -229,13 +256,27 @@ def first_block(group: BlockGroup, tokens: Tokens) -> np.ndarray:
 class _Need:
     """The blocks of one group that an append needs: fresh ones and copies of shared ones."""
 
-    def __init__(self, tables: BlockTables, index: int, tokens: Tokens, keep_past: bool):
+    def __init__(
+        self,
+        tables: BlockTables,
+        index: int,
+        tokens: Tokens,
+        keep_past: bool,
+        sharing: Sharing | None,
+    ):
         self.tables, self.index = tables, index
         self.group = tables.pool.groups[index]
         size = self.group.block_size
         before, after = tables.tokens.lengths, tokens.lengths
         firsts = np.zeros_like(after) if keep_past else first_block(self.group, tokens)
         self.starts = np.maximum(-(-before // size), firsts)
+        self.followers: list[tuple[int, int, slice]] = []
+        if sharing is not None:
+            for row in sharing.rows:
+                leader, stop = sharing.leader[row], -(-sharing.tokens[row] // size)
+                if firsts[row] == firsts[leader] < stop:
+                    self.followers.append((row, leader, slice(firsts[row], stop)))
+                    self.starts[row] = stop
         self.fresh = np.maximum(-(-after // size) - self.starts, 0)
         # Rows that will write behind the tokens of a partly filled last block.
         last = before // size
@@ -272,6 +313,9 @@ class _Need:
         rows = np.repeat(np.arange(len(self.fresh)), self.fresh)
         rank = np.arange(len(rows)) - np.repeat(self.fresh.cumsum() - self.fresh, self.fresh)
         table[rows, self.starts[rows] + rank] = fresh
+        for row, leader, shared in self.followers:
+            table[row, shared] = table[leader, shared]
+            self.group.retain(table[leader, shared])
         return len(copies)
 
     def _widened(self, width: int) -> np.ndarray:

@@ -1,0 +1,79 @@
+"""What the evals share: medians of alternating runs, facts about the machine, written results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+Rows = list[dict[str, Any]]
+
+
+def alternate(rounds: int, *calls: Callable[[], Any]) -> list[float]:
+    """Median seconds of each call, run in turn, after one run of each to warm up."""
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for _ in range(rounds):
+        for call, spent in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            spent.append(time.perf_counter() - start)
+    return [statistics.median(spent) for spent in times]
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a reader needs to repeat a measurement."""
+    return {
+        "command": "python " + " ".join(sys.argv),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def write_results(
+    folder: Path, name: str, title: str, facts: dict[str, Any], results: dict[str, Rows]
+) -> None:
+    """Write `name`.json and .md to a folder and print the tables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({"machine": facts, **results}, indent=1) + "\n")
+    known = "".join(f"- {key}: {value}\n" for key, value in facts.items())
+    text = "\n".join(_markdown(heading, rows) for heading, rows in results.items())
+    (folder / f"{name}.md").write_text(f"# {title}\n\n{known}\n{text}")
+    console = Console(width=140)
+    for heading, rows in results.items():
+        console.print(_table(heading, rows))
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()]
+
+
+def _table(title: str, rows: Rows) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name == "case" else "right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _markdown(title: str, rows: Rows) -> str:
+    lines = [f"## {title}", "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
