@@ -19,10 +19,10 @@ from typing import Any
 import matplotlib
 import torch
 from tqdm import tqdm
-from transformers import DynamicCache, StoppingCriteria
+from transformers import DynamicCache, LlamaConfig, StoppingCriteria
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from evals.common import machine_facts, write_results
+from evals.common import alternate, machine_facts, write_results
 from examples import small_model
 from hf_paged import PagedCache
 
@@ -81,6 +81,25 @@ def compare(model: Any, ids: torch.Tensor, beams: int, new: int) -> dict[str, An
     }
 
 
+def moves(rows: int, tokens: int) -> list[dict[str, Any]]:
+    """Forks and reorders, which move table entries only; K/V are small as they do not matter."""
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=1, hidden_size=8)
+    one, many = (PagedCache(config=config, share_prompts=False) for _ in range(2))
+    one.update(*torch.randn(2, 1, 1, tokens, 8), 0)
+    many.update(*torch.randn(2, rows, 1, tokens, 8), 0)
+    before = one.pool.num_used
+    order = torch.randint(0, rows, (rows,))
+    forks: list[PagedCache] = []
+    fork, reorder = alternate(
+        200, lambda: forks.append(one.fork()), lambda: many.reorder_cache(order)
+    )
+    assert one.pool.num_used == before
+    return [
+        {"case": f"fork of {tokens} tokens", "ms": fork * 1e3},
+        {"case": f"reorder of {rows} rows of {tokens} tokens", "ms": reorder * 1e3},
+    ]
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     labels = [row["case"].replace(" beams, prompt", " x") for row in rows]
@@ -108,7 +127,8 @@ def main(arguments: argparse.Namespace) -> None:
     rows = [
         compare(model, ids[:, :prompt], beams, 32) for beams, prompt in tqdm(cases, unit="case")
     ]
-    write_results(arguments.out, "beams", "Beam search", machine_facts(), {TITLE: rows})
+    results = {TITLE: rows, "Moves": moves(64, 4096)}
+    write_results(arguments.out, "beams", "Beam search", machine_facts(), results)
     plot(rows, arguments.out / "beams.png")
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from transformers import Gemma3TextConfig
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
@@ -133,3 +141,9 @@ class CacheMachine(RuleBasedStateMachine):
 
 CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestCache = CacheMachine.TestCase
+
+
+@pytest.mark.slow
+def test_many_more_sequences() -> None:
+    long = settings(max_examples=1500, stateful_step_count=40, deadline=None)
+    run_state_machine_as_test(CacheMachine, settings=long)
