@@ -236,7 +236,7 @@ class PagedCache(Cache):
             if group.window is not None:
                 kept = min(kept, group.window - 1)
             for storage in group.storage.values():
-                per_block = storage.num_bytes // group.capacity
+                per_block = storage.num_bytes // max(group.capacity, 1)
                 num_bytes += len(held) * per_block
                 dense_bytes += len(tokens) * kept * per_block // group.block_size
         device = self._device()

@@ -231,3 +231,26 @@ def test_dynamic_cache_of_the_same_model_is_unaffected(model: PreTrainedModel) -
     )
     model.set_attn_implementation("sdpa")
     assert torch.equal(found, model.generate(**inputs, max_new_tokens=4))
+
+
+def test_a_pool_can_store_in_another_dtype(model: PreTrainedModel) -> None:
+    inputs = ragged_ids([9, 5])
+    outs = []
+    for dtype in (None, torch.bfloat16):
+        pool = BlockPool(model.config, kv_dtype=dtype)
+        with torch.no_grad():
+            cache = PagedCache(pool=pool)
+            model(**inputs, past_key_values=cache)
+            outs.append(model(inputs["input_ids"][:, :1], past_key_values=cache).logits)
+        assert pool.groups[0].storage[0].keys.dtype == (dtype or torch.float32)
+    assert not torch.equal(*outs)
+    torch.testing.assert_close(*outs, atol=0.5, rtol=0.1)
+
+
+def test_a_pool_made_for_another_dtype_or_device(model: PreTrainedModel) -> None:
+    for kwargs, words in (({"dtype": torch.bfloat16}, "bfloat16"), ({"device": "meta"}, "meta")):
+        pool = BlockPool(model.config, **kwargs)
+        with pytest.raises(ValueError, match=words), torch.no_grad():
+            model(**ragged_ids([9, 5]), past_key_values=PagedCache(pool=pool))
+        assert pool.num_used == 0
+        assert PagedCache(pool=pool).report().bytes == 0
