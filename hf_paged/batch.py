@@ -56,6 +56,7 @@ class Batch:
         self.calls = Calls()
         self.is_freed = False
         self._behind: set[int] = set()  # layers that the step under way has not updated yet
+        self._is_fork = False  # whether the step under way was begun with one row
         self._idle: set[int] = set()  # layers that the model passes over
         self._has_completed = False
         self._blamed: frozenset[int] = frozenset()  # layers behind at the last roll-back
@@ -127,11 +128,15 @@ class Batch:
         else:
             step = self._begin_step(keys, values)
         self._behind.discard(layer)
-        new_keys, new_values = step.unpad(keys.detach()), step.unpad(values.detach())
-        if self._sharing is not None:
-            self._part(self._sharing.differing(step, new_keys, new_values))
-        group = self._group_steps[self.pool.group_of_layer[layer]]
-        storage.write(group.slots, group.keep_written(new_keys), group.keep_written(new_values))
+        try:
+            new_keys, new_values = step.unpad(keys.detach()), step.unpad(values.detach())
+            if self._sharing is not None:
+                self._part(self._sharing.differing(step, new_keys, new_values))
+            group = self._group_steps[self.pool.group_of_layer[layer]]
+            storage.write(group.slots, group.keep_written(new_keys), group.keep_written(new_values))
+        except BaseException:
+            self._roll_back(step)
+            raise
         past = step.before.columns
         visible = past if group.window is None else min(past, group.window - 1)
         return LayerPages(
@@ -213,8 +218,8 @@ class Batch:
             raise self._wrong_rows(rows)
         if not self.record_past:
             self.tables.drop_outside_windows()
-        is_fork = self.rows != rows  # one row serves as the prompt of many
-        if is_fork:
+        self._is_fork = self.rows != rows  # one row serves as the prompt of many
+        if self._is_fork:
             self._replace_tables(np.zeros(rows, np.int64))
         before, new = self.tables.tokens, self._new_tokens(rows, columns)
         self.step = step = Step(before, before.extend(columns, new), new)
@@ -226,7 +231,7 @@ class Batch:
             self.tables.append(step.after, self.record_past, self._sharing)
         except BaseException:
             self._end_step()
-            if is_fork:
+            if self._is_fork:
                 self._replace_tables(np.zeros(1, np.int64))
             elif not before.columns:
                 self.tables = BlockTables(self.pool, were)
@@ -278,12 +283,16 @@ class Batch:
                     "this cache is ever complete; if the forwards failed, reset() the cache."
                 )
             self._blamed = behind
-            before = self.step.before
-            self._end_step()
-            self.tables.truncate(before.columns)
-            self._behind.clear()
+            self._roll_back(self.step)
         elif self.step is not None:
             self._has_completed = True
+
+    def _roll_back(self, step: Step) -> None:
+        self._end_step()
+        self._behind.clear()
+        self.tables.truncate(step.before.columns)
+        if self._is_fork:
+            self._replace_tables(np.zeros(1, np.int64))
 
     def _end_step(self) -> None:
         if self.step is not None:

@@ -58,15 +58,16 @@ def test_three_requests_take_six_blocks() -> None:
 def test_position_maps_to_block_and_offset() -> None:
     """Table [0, 5, 9]: position 37 is in block 9 at offset 5."""
     pool = BlockPool(CONFIG, num_blocks=16)
-    caches = filled(pool, 16, 16 * 4, 16, 16, 16)  # blocks 0, 1-4, 5, 6, 7
-    target = caches[0]
-    append(target, 1, 32, seed=7)
-    first = target.block_tables[0][0]
-    assert first == 0
-    keys, _ = append(target, 1, 1, seed=8)
-    block, offset = target.block_tables[0][48 // 16], 48 % 16
-    stored = pool.groups[0].storage[0].keys[block, offset, 0]
-    assert torch.equal(stored, keys[0, 0, 0])
+    target, other = PagedCache(pool=pool), PagedCache(pool=pool)
+    append(target, 1, 16)
+    append(other, 1, 4 * 16)
+    append(target, 1, 16)
+    append(other, 1, 3 * 16)
+    keys, values = append(target, 1, 10, seed=1)
+    assert target.block_tables == [[0, 5, 9]]
+    storage = pool.groups[0].storage[0]
+    assert torch.equal(storage.keys[9, 5, 0], keys[0, 0, 37 - 32])
+    assert torch.equal(storage.values[9, 5, 0], values[0, 0, 37 - 32])
 
 
 def test_growing_moves_nothing() -> None:

@@ -193,6 +193,40 @@ def test_a_forward_that_fails_is_rolled_back(name: str, prompt_first: bool, laye
     cache.pool.check()
 
 
+def test_a_failed_fork_is_one_row_again(model: PreTrainedModel) -> None:
+    """One row that was given four is one row after the failure, and can be given three."""
+    cache = prefilled(model, [9])
+    before, blocks = cache.layers[0].keys, cache.block_tables
+    hook = model.model.layers[1].mlp.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(input_ids=torch.ones(4, 2, dtype=torch.long), past_key_values=cache)
+    hook.remove()
+    cache.crop(0)
+    assert (cache.batch_size, cache.block_tables) == (1, blocks)
+    assert torch.equal(cache.layers[0].keys, before)
+    with torch.no_grad():
+        model(input_ids=torch.ones(3, 1, dtype=torch.long), past_key_values=cache)
+    assert cache.row_lengths == [10, 10, 10]
+    cache.pool.check()
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_a_write_that_fails_is_rolled_back(
+    model: PreTrainedModel, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the last layer, where no later one would be seen to be behind."""
+    cache = prefilled(model, [9, 5])
+    storage = cache.pool.groups[0].storage[layer]
+    monkeypatch.setattr(storage, "write", interrupt)
+    ids = torch.ones(2, 3, dtype=torch.long)
+    unchanged(cache, lambda: model(ids, past_key_values=cache), KeyboardInterrupt, "^$")
+    monkeypatch.undo()
+    assert cache.get_seq_length() == 9
+    with torch.no_grad():
+        model(ids[:, :2], past_key_values=cache)
+    assert cache.row_lengths == [11, 7]
+
+
 def interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
 
