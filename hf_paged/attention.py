@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -129,6 +130,12 @@ def paged_mask(
     if not isinstance(kv_length, KVLength):
         return build(kv_length, allow_is_causal_skip)
     batch, kv_length = kv_length.batch, int(kv_length)
+    if attention_mask is None and not batch.tokens.is_unpadded:
+        # What was padding stays padding: it is not stored.
+        past = torch.from_numpy(batch.tokens.mask()).to(device)
+        attention_mask = F.pad(past, (0, q_length), value=True)
+        if len(past) == 1:
+            attention_mask = attention_mask.expand(batch_size, -1)
     kwargs["allow_is_bidirectional_skip"] = False
     shape = (batch_size, 1, q_length, kv_length)
     mask = LazyMask(shape, device, lambda: build(kv_length, False))

@@ -67,9 +67,11 @@ class LayerStorage:
         return self.keys.nbytes + self.values.nbytes
 
     def grow(self, num_blocks: int) -> None:
+        # One after the other, so that at most one tensor is held twice. If the second runs out of
+        # memory, another try grows what is short.
         if self.keys.shape[0] < num_blocks:
-            # One after the other, so that at most one tensor is held twice.
             self._set(_grown(self.keys, num_blocks), self.values)
+        if self.values.shape[0] < num_blocks:
             self._set(self.keys, _grown(self.values, num_blocks))
 
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
@@ -168,7 +170,8 @@ class BlockGroup:
         assert not self.ref_counts[free].any(), "a block is in a table and on the free list"
         assert self.num_free + np.count_nonzero(self.ref_counts) == self.capacity, "a block is lost"
         for layer, storage in self.storage.items():
-            assert storage.keys.shape[0] == self.capacity, f"layer {layer} has too few blocks"
+            for stored in (storage.keys, storage.values):
+                assert len(stored) >= self.capacity, f"layer {layer} has too few blocks"
 
     def resize(self, num_blocks: int) -> None:
         """Start over with `num_blocks` blocks, while none is used and nothing is stored."""

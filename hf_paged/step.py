@@ -125,12 +125,13 @@ class GroupStep:
         self.table = tables.tables[index]
         self.window, self.block_size = group.window, group.block_size
         row, position = step.token_row, step.token_position
-        kept = np.ones(len(row), bool)
-        if group.window is not None and not keep_past:
-            kept = position >= first_block(group, step.after)[row] * group.block_size
+        # Whatever block is held is written, so that a crop into it finds its tokens.
+        kept = self.table[row, position // group.block_size] >= 0
         self.stores_all = bool(kept.all())
         if sharing is not None:
-            kept &= position >= sharing.tokens[row]
+            first = np.zeros(len(step), np.int64) if keep_past else first_block(group, step.after)
+            follows = first == first[sharing.leader]
+            kept &= ~follows[row] | (position >= sharing.tokens[row])
         self._written: np.ndarray | None = None  # which new tokens are written, None for all
         if not kept.all():
             self._written = np.flatnonzero(kept)

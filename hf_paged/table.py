@@ -119,8 +119,10 @@ class BlockTables:
 
     def slots(self, group: int, row: np.ndarray | int, position: np.ndarray) -> np.ndarray:
         """int64, the slot of token `position` of `row` (two arrays that broadcast)."""
-        size = self.pool.block_size
-        return self.tables[group][row, position // size].astype(np.int64) * size + position % size
+        size, table = self.pool.block_size, self.tables[group]
+        # Padding at a row's end has the position behind its last token: behind the table, maybe.
+        block = table[row, np.minimum(position // size, table.shape[1] - 1)]
+        return block.astype(np.int64) * size + position % size
 
     def column_slots(self, group: int, tokens: Tokens, columns: int) -> np.ndarray:
         """int64 [rows, columns], slots of the last columns of `tokens`, -1 for padding."""
@@ -280,7 +282,8 @@ class _Need:
         self.fresh = np.maximum(-(-after // size) - self.starts, 0)
         # Rows that will write behind the tokens of a partly filled last block.
         last = before // size
-        self.rows = np.flatnonzero((before % size > 0) & (after > before) & (firsts <= last))
+        self.rows = np.flatnonzero((before % size > 0) & (after > before))
+        self.rows = self.rows[tables.tables[index][self.rows, last[self.rows]] >= 0]
         self.last = last[self.rows]
         self._keep_only_shared()
         self.count = int(self.fresh.sum()) + len(self.rows)

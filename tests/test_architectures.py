@@ -109,6 +109,22 @@ def test_crop_past_a_window_is_refused(tiny_model: Build) -> None:
     assert cache.get_seq_length() == 40
 
 
+def test_crop_into_a_block_that_a_long_step_has_passed(tiny_model: Build) -> None:
+    """The partly filled block from before the step is still held, and so are its new tokens."""
+    model = tiny_model("mistral")
+    model.set_attn_implementation("hf_paged")
+    ids = ragged_ids([125])["input_ids"]
+    cache, straight = (PagedCache(config=model.config, block_size=16) for _ in range(2))
+    with torch.no_grad():
+        model(input_ids=ids[:, :20], past_key_values=cache)
+        model(input_ids=ids[:, 20:120], past_key_values=cache)
+        cache.crop(-95)
+        found = model(input_ids=ids[:, 120:], past_key_values=cache).logits
+        model(input_ids=ids[:, :25], past_key_values=straight)
+        expected = model(input_ids=ids[:, 120:], past_key_values=straight).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_groups_by_window(tiny_model: Build) -> None:
     windows = {
         name: [group.window for group in PagedCache(config=tiny_model(name).config).pool.groups]

@@ -183,3 +183,35 @@ def test_right_padding_and_holes_are_not_stored(tiny_model: Build) -> None:
         torch.testing.assert_close(outs[1], outs[0], atol=1e-4, rtol=1e-4)
         assert cache.row_lengths == [10, 11]
         assert all(reason.startswith("softcap") for reason in cache.report().dense_calls)
+
+
+@pytest.mark.parametrize("backend", ["auto", "dense"])
+def test_padding_stays_padding_without_a_mask(tiny_model: Build, backend: str) -> None:
+    """A call without a mask after a padded one sees what one with a mask sees, on every path."""
+    model = tiny_model("gemma3_text")
+    model.set_attn_implementation("hf_paged")
+    inputs = ragged_ids([12, 5])
+    token, positions = inputs["input_ids"][:, -1:], torch.tensor([[12], [5]])
+    outs = []
+    for mask in (torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1), None):
+        cache = PagedCache(config=model.config, block_size=4, backend=backend)
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache)
+            outs.append(
+                model(token, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            )
+    torch.testing.assert_close(outs[0].logits, outs[1].logits, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_behind_a_row_that_fills_its_table(tiny_model: Build) -> None:
+    model = tiny_model("llama")
+    model.set_attn_implementation("hf_paged")
+    ids = ragged_ids([129, 129])["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 0], mask[1, -1] = 0, 0
+    cache = PagedCache(config=model.config)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    assert cache.row_lengths == [128, 128]
+    assert not cache.layers[0].keys[0, :, 0].any()
+    assert not cache.layers[0].keys[1, :, -1].any()

@@ -185,3 +185,36 @@ def test_four_continuations_of_one_prefix_equal_four_solo_runs(tiny_model: Build
         )
         assert torch.equal(found, solo)
     assert cache.get_seq_length() == 30
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
+@pytest.mark.parametrize("lengths", [[60, 40], [9, 8, 5], [40, 60, 33]], ids=str)
+def test_a_common_beginning_that_only_some_windows_reach(
+    tiny_model: Build, name: str, lengths: list[int]
+) -> None:
+    """Rows of different lengths keep different blocks of a window, so not all can be shared."""
+    model = tiny_model(name)
+    inputs = ragged_ids(lengths)
+    common = ragged_ids([33])["input_ids"][0]
+    for row, length in enumerate(lengths):
+        tokens = min(length, 33)
+        start = max(lengths) - length
+        inputs["input_ids"][row, start : start + tokens] = common[:tokens]
+    kwargs = {**inputs, "max_new_tokens": 6}
+    expected = generate(model, "eager", DynamicCache(config=model.config), **kwargs)
+    for block_size in (1, 4, 16):
+        cache = PagedCache(config=model.config, block_size=block_size, num_blocks=300)
+        poison(cache)
+        found = generate(model, "hf_paged", cache, **kwargs)
+        assert torch.equal(found.sequences, expected.sequences)
+        for mine, theirs in zip(found.logits, expected.logits, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def poison(cache: PagedCache) -> None:
+    """Fill every slot with NaN, so that one that is read without having been written shows."""
+    nan = torch.full((1, 2, 1, 16), torch.nan)
+    for layer in range(4):
+        storage = cache.pool.layer_storage(layer, nan, nan)
+        storage.keys.fill_(torch.nan)
+        storage.values.fill_(torch.nan)
