@@ -23,17 +23,20 @@ from hf_paged.report import format_bytes
 
 
 class Watch(StoppingCriteria):
-    """Notes the time of each token and the bytes that the cache holds then; never stops."""
+    """Notes each token's time, and the bytes and blocks that the cache holds then; never stops."""
 
     def __init__(self, cache: Cache, total: int):
         self.cache, self.bar = cache, tqdm(total=total, desc=type(cache).__name__, leave=False)
         self.start = time.perf_counter()
         self.seconds: list[float] = []
         self.held: list[int] = []
+        self.blocks: list[int] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.seconds.append(time.perf_counter() - self.start)
         self.held.append(held_bytes(self.cache))
+        if isinstance(self.cache, PagedCache):
+            self.blocks.append(self.cache.report().blocks)
         self.bar.update()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -79,12 +82,12 @@ def main(arguments: argparse.Namespace) -> None:
 
     dynamic, paged = watches
     table = Table(title=f"{arguments.beams} beams, a prompt of {ids.shape[1]} tokens")
-    for heading in ("new tokens", "DynamicCache", "PagedCache", "saved"):
+    for heading in ("new tokens", "DynamicCache", "PagedCache", "blocks", "saved"):
         table.add_column(heading, justify="right")
     for step in range(0, len(paged.held), max(1, len(paged.held) // 8)):
         saved = 1 - paged.held[step] / dynamic.held[step]
         held = (format_bytes(watch.held[step]) for watch in watches)
-        table.add_row(str(step + 1), *held, f"{saved:.0%}")
+        table.add_row(str(step + 1), *held, str(paged.blocks[step]), f"{saved:.0%}")
     console.print(table)
     for name, pick in (("first token", 0), ("all tokens", -1)):
         seconds = [watch.seconds[pick] for watch in watches]

@@ -1,10 +1,11 @@
 """Best-first search over continuations, each branch a fork of its parent's cache.
 
-    python examples/tree_search.py --expansions 60
+    python examples/tree_search.py --expansions 70
 
-The best leaf is expanded again and again: its most likely next pieces become leaves of their own,
-scored by mean log-probability. Hundreds of branches are alive at a time. The code is the same for
-both caches, copy.deepcopy and all; on a PagedCache a copy shares every block.
+The best leaf is expanded again and again: its most likely next tokens become leaves of their own. A
+leaf is scored by the mean log-probability of its tokens and of a greedy look-ahead, which is then
+cropped again. Hundreds of branches are alive at a time. The code is the same for both caches,
+copy.deepcopy and all; on a PagedCache a copy (a fork) shares every block.
 """
 
 from __future__ import annotations
@@ -41,25 +42,38 @@ class Leaf:
 
 
 def search(
-    model: PreTrainedModel, cache: Cache, prompt: torch.Tensor, expansions: int, width: int
-) -> tuple[list[Leaf], int]:
-    """Expand the best leaf `expansions` times; the leaves, best first, and how many were made."""
+    model: PreTrainedModel, cache: Cache, prompt: torch.Tensor, arguments: argparse.Namespace
+) -> list[Leaf]:
+    """Expand the best leaf again and again; the leaves, best first."""
     numbers = itertools.count()
     model(input_ids=prompt[:, :-1], past_key_values=cache, logits_to_keep=1)
     leaves = [Leaf(0.0, next(numbers), prompt[0, -1:].tolist(), 0.0, cache)]
-    for _ in tqdm(range(expansions), desc=type(cache).__name__, leave=False):
+    for _ in tqdm(range(arguments.expansions), desc=type(cache).__name__, leave=False):
         best = heapq.heappop(leaves)
-        token = torch.tensor([[best.tokens[-1]]])
-        logits = model(input_ids=token, past_key_values=best.cache).logits[0, -1]
-        log_probabilities, tokens = logits.log_softmax(-1).topk(width)
-        for score, token in zip(log_probabilities.tolist(), tokens.tolist(), strict=True):
-            total = best.log_probability + score
-            grown = [*best.tokens, token]
+        scores, tokens = next_tokens(model, best.cache, best.tokens[-1]).topk(arguments.width)
+        for score, token in zip(scores.tolist(), tokens.tolist(), strict=True):
             branch = copy.deepcopy(best.cache)
-            heapq.heappush(
-                leaves, Leaf(-total / (len(grown) - 1), next(numbers), grown, total, branch)
-            )
-    return sorted(leaves), next(numbers)
+            total, grown = best.log_probability + score, [*best.tokens, token]
+            ahead = look_ahead(model, branch, token, arguments.look_ahead)
+            cost = -(total + ahead) / (len(grown) - 1 + arguments.look_ahead)
+            heapq.heappush(leaves, Leaf(cost, next(numbers), grown, total, branch))
+    return sorted(leaves)
+
+
+def next_tokens(model: PreTrainedModel, cache: Cache, token: int) -> torch.Tensor:
+    """Log-probabilities of what follows `token`, which is appended to the cache."""
+    logits = model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits
+    return logits[0, -1].log_softmax(-1)
+
+
+def look_ahead(model: PreTrainedModel, cache: Cache, token: int, steps: int) -> float:
+    """The log-probability of the most likely `steps` tokens; the cache is as before."""
+    total = 0.0
+    for _ in range(steps):
+        score, following = next_tokens(model, cache, token).max(-1)
+        total, token = total + score.item(), int(following)
+    cache.crop(-steps)
+    return total
 
 
 def held_bytes(leaves: list[Leaf]) -> int:
@@ -91,7 +105,7 @@ def main(arguments: argparse.Namespace) -> None:
         model.set_attn_implementation(attention)
         start = time.perf_counter()
         with torch.no_grad():
-            leaves, _ = search(model, cache, prompt, arguments.expansions, arguments.width)
+            leaves = search(model, cache, prompt, arguments)
         seconds = time.perf_counter() - start
         held = format_bytes(held_bytes(leaves))
         table.add_row(type(cache).__name__, str(len(leaves)), held, f"{seconds:.1f}")
@@ -106,8 +120,9 @@ def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="hub name or folder (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--expansions", type=int, default=60)
-    parser.add_argument("--width", type=int, default=4)
+    parser.add_argument("--expansions", type=int, default=70)
+    parser.add_argument("--width", type=int, default=4, help="branches of an expanded leaf")
+    parser.add_argument("--look-ahead", type=int, default=1, help="greedy tokens in a leaf's score")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument(
         "--num-blocks", type=int, default=512, help="blocks of the PagedCache's pool"
