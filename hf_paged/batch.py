@@ -223,7 +223,6 @@ class Batch:
             self._replace_tables(np.zeros(rows, np.int64))
         before, new = self.tables.tokens, self._new_tokens(rows, columns)
         self.step = step = Step(before, before.extend(columns, new), new)
-        self._sharing = None
         if self.share_prompts and not before.columns and rows > 1:
             states = step.unpad(keys.detach()), step.unpad(values.detach())
             self._sharing = find_sharing(step, *states, self.pool.block_size)

@@ -34,6 +34,10 @@ class Sharing:
         """The rows that share."""
         return np.flatnonzero(self.tokens)
 
+    def followers(self, firsts: np.ndarray) -> np.ndarray:
+        """The sharing rows that keep the same blocks as their leader, by each row's first one."""
+        return np.flatnonzero((self.tokens > 0) & (firsts == firsts[self.leader]))
+
     def drop(self, rows: np.ndarray) -> None:
         self.tokens[rows], self.leader[rows] = 0, rows
 
@@ -55,7 +59,7 @@ def find_sharing(
     rows, starts, counts = len(step), step.token_starts, step.counts
     sharing = Sharing(np.arange(rows), np.zeros(rows, np.int64))
     leaders: dict[bytes, int] = {}
-    heads = [states.detach().float().flatten(1).sum(1).cpu().numpy() for states in (keys, values)]
+    heads = [states.float().flatten(1).sum(1).cpu().numpy() for states in (keys, values)]
     for row in range(rows):
         count = int(counts[row])
         start = slice(starts[row], starts[row] + min(count, block_size))

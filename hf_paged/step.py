@@ -125,18 +125,17 @@ class GroupStep:
         self.table = tables.tables[index]
         self.window, self.block_size = group.window, group.block_size
         row, position = step.token_row, step.token_position
+        slots = tables.slots(index, row, position)
         # Whatever block is held is written, so that a crop into it finds its tokens.
-        kept = self.table[row, position // group.block_size] >= 0
-        self.stores_all = bool(kept.all())
+        written = slots >= 0
+        self.stores_all = bool(written.all())
         if sharing is not None:
-            first = np.zeros(len(step), np.int64) if keep_past else first_block(group, step.after)
-            follows = first == first[sharing.leader]
-            kept &= ~follows[row] | (position >= sharing.tokens[row])
-        self._written: np.ndarray | None = None  # which new tokens are written, None for all
-        if not kept.all():
-            self._written = np.flatnonzero(kept)
-            row, position = row[kept], position[kept]
-        self._slots = tables.slots(index, row, position)
+            shared = np.zeros(len(step), np.int64)
+            followers = sharing.followers(first_block(group, step.after, keep_past))
+            shared[followers] = sharing.tokens[followers]
+            written &= position >= shared[row]
+        self._written = None if written.all() else np.flatnonzero(written)
+        self._slots = slots if self._written is None else slots[self._written]
         self._memo: dict[Hashable, Any] = {}
 
     @cached_property

@@ -248,9 +248,12 @@ class BlockTables:
             assert not (held & (blocks >= stops[:, None])).any(), "a row holds a block past its end"
 
 
-def first_block(group: BlockGroup, tokens: Tokens) -> np.ndarray:
-    """The first logical block of each row that a query behind `tokens` may look back on."""
-    if group.window is None:
+def first_block(group: BlockGroup, tokens: Tokens, keep_past: bool = False) -> np.ndarray:
+    """The first logical block of each row that a query behind `tokens` may look back on.
+
+    With `keep_past` that is the row's first block, as no window drops any.
+    """
+    if group.window is None or keep_past:
         return np.zeros(len(tokens), np.int64)
     return (tokens.lengths - tokens.count_last(group.window - 1)) // group.block_size
 
@@ -270,13 +273,13 @@ class _Need:
         self.group = tables.pool.groups[index]
         size = self.group.block_size
         before, after = tables.tokens.lengths, tokens.lengths
-        firsts = np.zeros_like(after) if keep_past else first_block(self.group, tokens)
+        firsts = first_block(self.group, tokens, keep_past)
         self.starts = np.maximum(-(-before // size), firsts)
         self.followers: list[tuple[int, int, slice]] = []
         if sharing is not None:
-            for row in sharing.rows:
+            for row in sharing.followers(firsts):
                 leader, stop = sharing.leader[row], -(-sharing.tokens[row] // size)
-                if firsts[row] == firsts[leader] < stop:
+                if firsts[row] < stop:
                     self.followers.append((row, leader, slice(firsts[row], stop)))
                     self.starts[row] = stop
         self.fresh = np.maximum(-(-after // size) - self.starts, 0)
