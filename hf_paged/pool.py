@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -51,7 +51,6 @@ class LayerStorage:
     Attributes:
         keys, values: [num_blocks, block_size, kv_heads, head_dim].
         key_slots, value_slots: the same memory as [slots, kv_heads, head_dim].
-        memo: what a backend made of this memory; empty again when the memory moves.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor):
@@ -60,7 +59,6 @@ class LayerStorage:
     def _set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values = keys, values
         self.key_slots, self.value_slots = keys.flatten(0, 1), values.flatten(0, 1)
-        self.memo: dict[str, Any] = {}
 
     @property
     def num_bytes(self) -> int:

@@ -253,23 +253,22 @@ def test_two_threads_generate_at_once() -> None:
     assert all(torch.equal(together[index], alone[index]) for index in range(2))
 
 
-def _in_child(queue: Any) -> None:
-    torch.set_num_threads(1)  # torch's own threads do not survive a fork either
-    case = Case([20, 3], 1)
-    case.check()
-    queue.put(cpu_decode.unavailable())
+def _attend_in_child(case: Case, queue: Any) -> None:
+    queue.put((case.attend().numpy(), cpu_decode.unavailable()))
 
 
-def test_a_forked_child_falls_back_to_torch() -> None:
-    Case([20, 3], 1).check()  # starts the kernel's threads in this process
+def test_a_forked_child_runs_the_kernel_on_its_one_thread() -> None:
+    case = Case([2000, 3], 1)  # more than one task
+    expected = case.attend()  # starts the threads that a child does not inherit
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=_in_child, args=(queue,))
+    child = context.Process(target=_attend_in_child, args=(case, queue))
     child.start()
-    reason = queue.get(timeout=60)
+    found, reason = queue.get(timeout=60)
     child.join(timeout=60)
     assert child.exitcode == 0
-    assert "forked" in reason
+    assert reason is None
+    torch.testing.assert_close(torch.from_numpy(found), expected, atol=3e-6, rtol=3e-6)
 
 
 def test_without_numba_torch_serves_and_says_so_once() -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import logging
 import os
 import threading
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..pool import LayerStorage
 from ..step import GroupStep
 from .base import AttentionCall
 
@@ -22,30 +24,94 @@ logger = logging.getLogger("hf_paged")
 MAX_QUERIES = 8  # new tokens of a row; from there on torch's matrix products win
 MIN_TASK = 256  # tokens of a row in one task, so that merging costs little
 TASKS_A_THREAD = 4  # so that threads with short rows find more to do
-# How the kernel is told a dtype that NumPy or Numba lacks.
-NUMPY_VIEWS = {torch.float32: None, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-NO_SINKS = np.zeros(0, np.float32)
-# The kernel's threads are started once a process and may not be used by two callers at a time.
-_lock = threading.Lock()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PROCESS = os.getpid()
 _failures: list[str] = []
-_started_in: list[int] = []
 
 
-class Plan(NamedTuple):
-    """Which tokens each task reads and where its results go, as the kernel takes them."""
+class Plan:
+    """Which tokens each task reads and where its results go: the arrays behind a `Call`.
 
-    spans: np.ndarray
-    query_starts: np.ndarray
-    tasks: np.ndarray
-    task_starts: np.ndarray
-    results: int
+    Args:
+        group: the step's index arrays.
+        begin: int64 [tokens], the first token of its row that each new token looks at.
+        heads: query heads of a layer.
+        value_dim: head_dim of its values.
+        threads: how many threads share the tasks.
+    """
+
+    def __init__(
+        self, group: GroupStep, begin: np.ndarray, heads: int, value_dim: int, threads: int
+    ):
+        step = group.step
+        starts, has_new = step.token_starts, step.counts > 0
+        end = step.token_position + 1
+        # The tokens of each row that any of its queries looks at; a row's first never decrease.
+        first, last = np.zeros(len(step), np.int64), np.zeros(len(step), np.int64)
+        first[has_new], last[has_new] = begin[starts[:-1][has_new]], end[starts[1:][has_new] - 1]
+        size = max(MIN_TASK, -(-int((last - first).sum()) // (threads * TASKS_A_THREAD)))
+        tasks = -(-(last - first) // size)
+        row = np.repeat(np.arange(len(step)), tasks)
+        task_starts = np.concatenate([[0], tasks.cumsum()])
+        rank = np.arange(len(row)) - task_starts[row]
+        share = -(-(last - first) // np.maximum(tasks, 1))  # equal parts of a row
+        start = first[row] + rank * share[row]
+        offset = np.concatenate([[0], (step.counts[row] * heads).cumsum()])
+        stop = np.minimum(start + share[row], last[row])
+        results = int(offset[-1])
+        self.threads = min(threads, len(row))
+        self._counters = np.zeros(len(step) + 1, np.int64)
+        arrays = {
+            "table": np.ascontiguousarray(group.table),
+            "spans": np.stack([begin, end], axis=1),
+            "query_starts": starts,
+            "tasks": np.stack([row, start, stop, offset[:-1]], axis=1),
+            "task_starts": task_starts,
+            "counters": self._counters,
+            "outs": np.empty((results, value_dim), np.float32),
+            "peaks": np.empty(results, np.float32),
+            "totals": np.empty(results, np.float32),
+        }
+        self._arrays = arrays  # alive as long as their addresses are in use
+        self.call = _kernel().Call(
+            **{name: array.ctypes.data for name, array in arrays.items()},
+            tokens=step.num_tokens,
+            rows=len(step),
+            heads=heads,
+            value_dim=value_dim,
+            table_width=group.table.shape[1],
+            num_tasks=len(row),
+            results=results,
+            block_size=group.block_size,
+        )
+
+    def run(self, function: Any, call: AttentionCall) -> torch.Tensor:
+        """float32 [tokens, heads, value_dim]."""
+        query, keys = call.query.float().contiguous(), call.storage.key_slots
+        sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        merged = query.new_empty((*query.shape[:2], self.call.value_dim))
+        self._counters.fill(0)
+        arguments = self.call
+        arguments.query, arguments.merged = query.data_ptr(), merged.data_ptr()
+        arguments.keys, arguments.values = keys.data_ptr(), call.storage.value_slots.data_ptr()
+        arguments.slots, arguments.kv_heads, arguments.dim = keys.shape
+        arguments.scaling, arguments.softcap = call.scaling, call.softcap or 0.0
+        arguments.num_sinks = 0 if sinks is None else len(sinks)
+        arguments.sinks = 0 if sinks is None else sinks.data_ptr()
+        if self.threads > 1:
+            team = _parallel()
+            assert team is not None  # `unavailable` has looked
+            team(function, ctypes.byref(arguments), self.threads, 0)
+        else:
+            function(ctypes.byref(arguments))
+        return merged
 
 
 def refusal(call: AttentionCall) -> str | None:
     """Why the kernel does not compute `call`, or None if it does."""
     if call.softcap is None and call.group.step.most_new > MAX_QUERIES:
         return "many queries"
-    if call.query.dtype not in NUMPY_VIEWS or call.storage.keys.dtype != call.query.dtype:
+    if call.query.dtype not in DTYPES or call.storage.keys.dtype != call.query.dtype:
         return f"{call.query.dtype} queries on {call.storage.keys.dtype} K/V"
     if not call.group.stores_all:
         return "new tokens that leave the window at once"
@@ -56,48 +122,31 @@ def unavailable() -> str | None:
     """Why the kernel cannot run in this process, or None if it can; said once in the log."""
     if not _has_numba():
         return _fail("Numba is not installed (pip install numba)")
-    if _started_in and _started_in[0] != os.getpid():
-        return _fail("this process was forked from one that had started the kernel's threads")
+    if _parallel() is None:
+        return _fail("this torch has no OpenMP threads to share")
     return next(iter(_failures), None)
 
 
 def attend(call: AttentionCall) -> torch.Tensor | None:
     """[tokens, heads, value_dim] in the query's dtype; None if the kernel turns out not to run."""
     try:
-        kernel, numba = _kernel()
-        return _attend(call, kernel, numba)
-    except Exception as error:  # a platform that Numba cannot compile for, or threads that fail
+        return _attend(call)
+    except Exception as error:  # a platform that Numba cannot compile for
         _fail(f"it does not run on this machine ({type(error).__name__}: {error})")
         return None
 
 
-def _attend(call: AttentionCall, kernel: Any, numba: Any) -> torch.Tensor:
-    query, begin, group = call.query, call.first_visible, call.group
-    heads, threads = query.shape[1], min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+def _attend(call: AttentionCall) -> torch.Tensor:
+    function = _function(call.storage.keys.dtype)
+    begin, heads, value_dim = call.first_visible, call.query.shape[1], call.values.shape[2]
+    # OpenMP's threads do not survive a fork.
+    threads = torch.get_num_threads() if os.getpid() == _PROCESS else 1
     # The layers share the array of first tokens itself, so it tells one pattern from another.
-    plan = group.memo(
-        ("cpu plan", id(begin), heads, threads), lambda: _plan(group, begin, heads, threads)
+    plan = call.group.memo(
+        ("cpu plan", id(begin), heads, value_dim, threads),
+        lambda: Plan(call.group, begin, heads, value_dim, threads),
     )
-    merged = np.empty((*query.shape[:2], call.storage.values.shape[3]), np.float32)
-    with _lock:
-        numba.set_num_threads(threads)
-        kernel.attend(
-            (query if query.dtype == torch.float32 else query.float()).contiguous().numpy(),
-            np.float32(call.scaling),
-            np.float32(call.softcap or 0.0),
-            NO_SINKS if call.sinks is None else call.sinks.float().numpy(),
-            *_arrays(call.storage),
-            group.table,
-            group.block_size,
-            plan.spans,
-            plan.query_starts,
-            plan.tasks,
-            plan.task_starts,
-            plan.results,
-            merged,
-        )
-    out = torch.from_numpy(merged)
-    return out if query.dtype == torch.float32 else out.to(query.dtype)
+    return plan.run(function, call).to(call.query.dtype)
 
 
 @cache
@@ -106,54 +155,35 @@ def _has_numba() -> bool:
 
 
 @cache
-def _kernel() -> tuple[Any, Any]:
-    """The compiled kernel and numba. Compiles on the first use, or takes what is on disk."""
+def _parallel() -> Callable[..., None] | None:
+    """GOMP_parallel(function, its argument, threads, flags) of torch's own OpenMP library."""
+    for library in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
+        try:
+            function = ctypes.CDLL(str(library)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
+        function.restype = None
+        return function
+    return None
+
+
+@cache
+def _kernel() -> Any:
+    return importlib.import_module("hf_paged.backends.cpu_kernel")
+
+
+@cache
+def _function(dtype: torch.dtype) -> Any:
+    """The kernel for K/V of `dtype`. Compiles on the first use, or takes what is on disk."""
     notice = threading.Timer(
         1.0, logger.warning, ["Compiling the CPU attention kernel; it is kept on disk ..."]
     )
     notice.start()
     try:
-        numba = importlib.import_module("numba")
-        kernel = importlib.import_module("hf_paged.backends.cpu_kernel")
-        kernel.warm_up()
+        return _kernel().compiled(dtype).ctypes
     finally:
         notice.cancel()
-    _started_in.append(os.getpid())
-    return kernel, numba
-
-
-def _plan(group: GroupStep, begin: np.ndarray, heads: int, threads: int) -> Plan:
-    step = group.step
-    starts, has_new = step.token_starts, step.counts > 0
-    end = step.token_position + 1
-    # The tokens of each row that any of its queries looks at. First tokens never decrease in a row.
-    first, last = np.zeros(len(step), np.int64), np.zeros(len(step), np.int64)
-    first[has_new], last[has_new] = begin[starts[:-1][has_new]], end[starts[1:][has_new] - 1]
-    size = max(MIN_TASK, -(-int((last - first).sum()) // (threads * TASKS_A_THREAD)))
-    tasks = -(-(last - first) // size)
-    row = np.repeat(np.arange(len(step)), tasks)
-    task_starts = np.concatenate([[0], tasks.cumsum()])
-    rank = np.arange(len(row)) - task_starts[row]
-    share = -(-(last - first) // np.maximum(tasks, 1))  # equal parts of a row
-    start = first[row] + rank * share[row]
-    offset = np.concatenate([[0], (step.counts[row] * heads).cumsum()])
-    stop = np.minimum(start + share[row], last[row])
-    return Plan(
-        spans=np.stack([begin, end], axis=1),
-        query_starts=starts,
-        tasks=np.stack([row, start, stop, offset[:-1]], axis=1),
-        task_starts=task_starts,
-        results=int(offset[-1]),
-    )
-
-
-def _arrays(storage: LayerStorage) -> tuple[np.ndarray, np.ndarray]:
-    """K and V as the kernel takes them, [slots, kv_heads, dim]."""
-    if "cpu" not in storage.memo:
-        slots = (storage.key_slots, storage.value_slots)
-        view = NUMPY_VIEWS[storage.keys.dtype]
-        storage.memo["cpu"] = [(t if view is None else t.view(view)).numpy() for t in slots]
-    return storage.memo["cpu"]
 
 
 def _fail(reason: str) -> str:

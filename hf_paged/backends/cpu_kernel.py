@@ -2,22 +2,31 @@
 
 One task is a range of a row's tokens: it reads each K and V once for all heads of a KV head, with a
 running softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). The
-tasks of a row are merged by their log-sum-exp, as in FlashDecoding. The next tokens' K and V are
-prefetched through the table while these are computed, which decides the speed.
+tasks of a row are merged by their log-sum-exp, as in FlashDecoding. What is read next is prefetched
+through the table a few tokens at a time, so that memory and arithmetic are busy together: these
+tokens' V while their logits are computed, the next ones' K while V is summed up.
 
 All arithmetic is float32. bfloat16 comes in as uint16 and float16 as int16, since NumPy lacks the
 one and Numba the other. The two inner products are written as LLVM vectors (`_score_tile`,
 `_weigh_tile`): Numba's own loops check for overlapping arrays at each entry and keep sums in
 memory, which made them less than half as fast.
 
+What is compiled is a C function for the threads of torch's own OpenMP team. Numba's threads are a
+second team: on every core a thread of each waits in a loop for work and takes the core's time from
+the other, which cost more than the attention over a short context.
+
 The kernels are at module level because Numba's disk cache never hits on closures.
 """
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import numpy as np
+import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import carray, cfunc, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
@@ -25,7 +34,7 @@ from numba.np.arrayobj import make_array
 CHUNK = 32  # tokens that are computed together
 TILE = 4  # tokens of one `_score_tile`
 LANES = 16  # floats in a vector; LLVM splits it where registers are narrower
-LINE, PAGE = 64, 4096  # bytes in a cache line and in a page of memory
+LINE = 64  # bytes in a cache line
 # Sums may be reordered and multiplications fused, but infinities and NaN keep their meaning.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
 LOG2_E = np.float32(1.4426950408889634)
@@ -36,6 +45,64 @@ LOWEST = np.float32(-np.inf)
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _MASK = ir.VectorType(ir.IntType(1), LANES)
+
+
+class Call(ctypes.Structure):
+    """The arguments of the kernel: addresses of C-contiguous arrays, their sizes, and numbers.
+
+    Attributes:
+        query: float32 [tokens, heads, dim].
+        keys, values: [slots, kv_heads, dim] and [slots, kv_heads, value_dim].
+        sinks: float32 [num_sinks], one logit a head, or none at all.
+        merged: float32 [tokens, heads, value_dim], where the output is put.
+        table: int32 [rows, table_width], the physical block of each logical block.
+        spans: int64 [tokens, 2], the first token that each new token sees, and the last plus one.
+        query_starts: int64 [rows + 1], where each row's new tokens start.
+        tasks: int64 [num_tasks, 4]: row, first token, last plus one, where its results start.
+        task_starts: int64 [rows + 1], where each row's tasks start.
+        counters: int64 [rows + 1], zeros: tasks that are done of each row, tasks that are taken.
+        outs, peaks, totals: float32 [results, value_dim] and [results], a result for each query
+            and head of each task.
+        scaling, softcap: factor on the logits, and their cap after it (0 for none).
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("query", "keys", "values", "sinks", "merged")),
+        *((name, ctypes.c_int64) for name in ("table", "spans", "query_starts", "tasks")),
+        *((name, ctypes.c_int64) for name in ("task_starts", "counters", "outs", "peaks")),
+        *((name, ctypes.c_int64) for name in ("totals", "tokens", "heads", "kv_heads", "dim")),
+        *((name, ctypes.c_int64) for name in ("value_dim", "slots", "num_sinks", "rows")),
+        *((name, ctypes.c_int64) for name in ("table_width", "num_tasks", "results")),
+        ("block_size", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+@intrinsic
+def _void_pointer(typing_context, address):
+    """The pointer whose value is an int64."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), codegen
+
+
+@njit(inline="always")
+def _array(address, shape, dtype):
+    return carray(_void_pointer(address), shape, dtype)
+
+
+@intrinsic
+def _fetch_and_increment(typing_context, counters, i):
+    """counters[i]++, as one atomic operation that also orders the threads' other memory access."""
+
+    def codegen(context, builder, signature, args):
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1:])
+        return builder.atomic_rmw("add", pointer, pointer.type.pointee(1), "acq_rel")
+
+    return types.int64(counters, types.intp), codegen
 
 
 @intrinsic
@@ -292,14 +359,12 @@ def _exp(x):
 
 
 @njit(fastmath=FASTMATH)
-def _prefetch_tokens(blocks, slots, count):
+def _prefetch_tokens(blocks, kv_head, slots, first, last):
+    """Ask for one head of the K or V of `slots[first:last]`."""
     step = LINE // blocks.itemsize
-    if blocks.shape[1] * blocks.shape[2] * blocks.itemsize >= PAGE:
-        return  # the hardware's own prefetcher does better on rows as long as a page
-    for i in range(count):
-        for head in range(blocks.shape[1]):
-            for d in range(0, blocks.shape[2], step):
-                _prefetch(blocks, slots[i], head, d)
+    for i in range(first, last):
+        for d in range(0, blocks.shape[2], step):
+            _prefetch(blocks, slots[i], kv_head, d)
 
 
 @njit(fastmath=FASTMATH)
@@ -313,13 +378,16 @@ def _find_slots(table, row, block_size, start, count, slots):
 
 
 @njit(fastmath=FASTMATH)
-def _score(query, q, keys, kv_head, slots, count, scores, result):
+def _score(query, q, keys, values, kv_head, slots, count, scores, result):
     """Logits of the heads of one KV head over the first `count` tokens of a chunk."""
     group = query.shape[1] // keys.shape[1]
     head, result, last = kv_head * group, result + kv_head * group, (kv_head + 1) * group
+    first = head
     while head < last:
         size = 4 if last - head >= 4 else (2 if last - head >= 2 else 1)
         for i in range(0, count, TILE):
+            if head == first:
+                _prefetch_tokens(values, kv_head, slots, i, min(i + TILE, count))
             if size == 4:
                 _score_4(query, q, head, keys, kv_head, slots, i, scores, result)
             elif size == 2:
@@ -387,12 +455,13 @@ def _softmax(scores, result, low, high, outs, peaks, totals, at):
 
 
 @njit(fastmath=FASTMATH)
-def _scaled(query, scaling):
-    scaled = np.empty(query.shape, np.float32)
-    for token in range(query.shape[0]):
+def _scaled(query, first, last, scaling):
+    """Query tokens `first` to `last`, times `scaling`."""
+    scaled = np.empty((last - first, query.shape[1], query.shape[2]), np.float32)
+    for q in range(first, last):
         for head in range(query.shape[1]):
             for d in range(query.shape[2]):
-                scaled[token, head, d] = query[token, head, d] * scaling
+                scaled[q - first, head, d] = query[q, head, d] * scaling
     return scaled
 
 
@@ -400,7 +469,10 @@ def _scaled(query, scaling):
 def _attend_task(
     query, keys, values, table, block_size, spans, first, last, task, softcap, outs, peaks, totals
 ):
-    """Attention of tokens `first` to `last`, of one row, over the task's range of its tokens."""
+    """Attention of tokens `first` to `last`, of one row, over the task's range of its tokens.
+
+    `query` is that of these tokens alone, scaled.
+    """
     row, begin, stop, offset = task
     heads, kv_heads = query.shape[1], keys.shape[1]
     group = heads // kv_heads
@@ -418,25 +490,26 @@ def _attend_task(
             slots[i] = ahead[min(i, count - 1)]
         coming = min(CHUNK, stop - start - count)
         _find_slots(table, row, block_size, start + count, coming, ahead)
-        _prefetch_tokens(keys, ahead, coming)
         for kv_head in range(kv_heads):
-            for q in range(first, last):
-                _score(query, q, keys, kv_head, slots, count, scores, (q - first) * heads)
+            for q in range(last - first):
+                _score(query, q, keys, values, kv_head, slots, count, scores, q * heads)
         if softcap > 0:
             for result in range(results):
                 for i in range(count):
                     scores[result, i] = softcap * np.tanh(scores[result, i] / softcap)
-        _prefetch_tokens(values, ahead, coming)
-        for q in range(first, last):
-            low, high = max(spans[q, 0] - start, 0), min(spans[q, 1] - start, count)
-            for result in range((q - first) * heads, (q - first + 1) * heads):
+        for q in range(last - first):
+            low = max(spans[first + q, 0] - start, 0)
+            high = min(spans[first + q, 1] - start, count)
+            for result in range(q * heads, (q + 1) * heads):
                 if low < high:
                     at = offset + result
                     _softmax(scores, result, low, high, outs, peaks, totals, at)
         for kv_head in range(kv_heads):
-            for q in range(first, last):
-                low, high = max(spans[q, 0] - start, 0), min(spans[q, 1] - start, count)
-                result = (q - first) * heads
+            _prefetch_tokens(keys, kv_head, ahead, 0, coming)
+            for q in range(last - first):
+                low = max(spans[first + q, 0] - start, 0)
+                high = min(spans[first + q, 1] - start, count)
+                result = q * heads
                 at = offset + result
                 _weigh(scores, result, low, high, values, kv_head, group, slots, outs, at)
 
@@ -467,92 +540,72 @@ def _merge(outs, peaks, totals, first, last, tasks, first_task, last_task, sinks
                     merged[q, head, d] /= total
 
 
-@njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
-def attend(
-    query,
-    scaling,
-    softcap,
-    sinks,
-    keys,
-    values,
-    table,
-    block_size,
-    spans,
-    query_starts,
-    tasks,
-    task_starts,
-    results,
-    merged,
-):
-    """Attention of each new token over the tokens of its row that it may see.
-
-    Args:
-        query: float32 [tokens, heads, dim].
-        scaling, softcap: factor on the logits, and their cap after it (0 for none).
-        sinks: float32 [heads], or [0] for none.
-        keys, values: [slots, kv_heads, dim], float32, uint16 (bfloat16) or int16 (float16).
-        table: int32 [rows, width], the physical block of each logical block.
-        spans: int64 [tokens, 2], the first token that each new token sees, and the last plus one.
-        query_starts: int64 [rows + 1], where each row's new tokens start.
-        tasks: int64 [tasks, 4]: row, first token, last plus one, where its results start.
-        task_starts: int64 [rows + 1], where each row's tasks start.
-        results: results of all tasks, one for each of their queries and heads.
-        merged: float32 [tokens, heads, value_dim], where the output is put.
-    """
-    query = _scaled(query, scaling)
-    outs = np.empty((results, values.shape[2]), np.float32)
-    peaks, totals = np.empty(results, np.float32), np.empty(results, np.float32)
-    for task in prange(len(tasks)):
+@njit(fastmath=FASTMATH)
+def _attend(call, element):
+    """Take tasks until none is left; whoever ends the last one of a row merges the row."""
+    query = _array(call.query, (call.tokens, call.heads, call.dim), np.float32)
+    keys = _array(call.keys, (call.slots, call.kv_heads, call.dim), element)
+    values = _array(call.values, (call.slots, call.kv_heads, call.value_dim), element)
+    sinks = _array(call.sinks, (call.num_sinks,), np.float32)
+    merged = _array(call.merged, (call.tokens, call.heads, call.value_dim), np.float32)
+    table = _array(call.table, (call.rows, call.table_width), np.int32)
+    spans = _array(call.spans, (call.tokens, 2), np.int64)
+    query_starts = _array(call.query_starts, (call.rows + 1,), np.int64)
+    tasks = _array(call.tasks, (call.num_tasks, 4), np.int64)
+    task_starts = _array(call.task_starts, (call.rows + 1,), np.int64)
+    counters = _array(call.counters, (call.rows + 1,), np.int64)
+    outs = _array(call.outs, (call.results, call.value_dim), np.float32)
+    peaks = _array(call.peaks, (call.results,), np.float32)
+    totals = _array(call.totals, (call.results,), np.float32)
+    while True:
+        task = _fetch_and_increment(counters, call.rows)
+        if task >= call.num_tasks:
+            return
         row = tasks[task, 0]
+        first, last = query_starts[row], query_starts[row + 1]
         _attend_task(
-            query,
+            _scaled(query, first, last, call.scaling),
             keys,
             values,
             table,
-            block_size,
+            call.block_size,
             spans,
-            query_starts[row],
-            query_starts[row + 1],
+            first,
+            last,
             (row, tasks[task, 1], tasks[task, 2], tasks[task, 3]),
-            softcap,
+            call.softcap,
             outs,
             peaks,
             totals,
         )
-    for row in range(len(query_starts) - 1):
-        _merge(
-            outs,
-            peaks,
-            totals,
-            query_starts[row],
-            query_starts[row + 1],
-            tasks,
-            task_starts[row],
-            task_starts[row + 1],
-            sinks,
-            merged,
-        )
+        first_task, last_task = task_starts[row], task_starts[row + 1]
+        if _fetch_and_increment(counters, row) == last_task - first_task - 1:
+            _merge(outs, peaks, totals, first, last, tasks, first_task, last_task, sinks, merged)
 
 
-def warm_up():
-    """Compile or load the kernel for float32, and start its threads."""
-    states, starts = np.zeros((1, 1, LANES), np.float32), np.array([0, 1])
-    spans, tasks = np.array([[0, 1]]), np.array([[0, 0, 1, 0]])
-    sinks, table = np.zeros(0, np.float32), np.zeros((1, 1), np.int32)
-    one = np.float32(1)
-    attend(
-        states,
-        one,
-        one,
-        sinks,
-        states,
-        states,
-        table,
-        1,
-        spans,
-        starts,
-        tasks,
-        starts,
-        1,
-        states.copy(),
-    )
+def _attend_float32(call):
+    _attend(carray(call, 1)[0], np.float32)
+
+
+def _attend_bfloat16(call):
+    _attend(carray(call, 1)[0], np.uint16)
+
+
+def _attend_float16(call):
+    _attend(carray(call, 1)[0], np.int16)
+
+
+_FUNCTIONS = {
+    torch.float32: _attend_float32,
+    torch.bfloat16: _attend_bfloat16,
+    torch.float16: _attend_float16,
+}
+
+
+def compiled(dtype: torch.dtype) -> Any:
+    """The C function `void attend(Call *)` for K/V of `dtype`, from disk if it is there.
+
+    All threads of a team call it with the same `Call`.
+    """
+    pointer = types.CPointer(from_dtype(np.dtype(Call)))
+    return cfunc(types.void(pointer), cache=True)(_FUNCTIONS[dtype])
