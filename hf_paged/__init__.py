@@ -6,12 +6,20 @@
 Importing this package registers "hf_paged" with transformers as an attention and mask function.
 """
 
+from .admission import FreeFinishedRows, PromptBatch
 from .attention import register
 from .cache import PagedCache
 from .pool import BlockPool, PoolExhausted
 from .report import CacheReport
 
-__all__ = ["BlockPool", "CacheReport", "PagedCache", "PoolExhausted"]
+__all__ = [
+    "BlockPool",
+    "CacheReport",
+    "FreeFinishedRows",
+    "PagedCache",
+    "PoolExhausted",
+    "PromptBatch",
+]
 __version__ = "0.1.0"
 
 register()

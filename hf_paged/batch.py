@@ -16,6 +16,7 @@ import torch
 
 from .pool import BlockPool
 from .sharing import Sharing, find_sharing
+from .snapshot import Snapshot
 from .step import GroupStep, Step
 from .table import BlockTables, Tokens
 from .view import Calls, LayerPages, LazyMask, gather
@@ -53,6 +54,11 @@ class Batch:
         self._group_steps: list[GroupStep] = []
         self._sharing: Sharing | None = None
         self.record_past = False
+        # Beam search moves rows without telling which of its sequences they are: the tokens of a
+        # row are known up to the first such move.
+        self._moved_at: int | None = None
+        self._outside: tuple[Snapshot, Tokens] | None = None
+        self._freed_rows: np.ndarray | None = None  # bool [rows], if there are any
         self.calls = Calls()
         self.is_freed = False
         self._behind: set[int] = set()  # layers that the step under way has not updated yet
@@ -101,6 +107,8 @@ class Batch:
         stored, past = tokens.mask(), mask[:, : tokens.columns]
         if len(stored) not in (1, len(past)):
             raise self._wrong_rows(len(past))
+        if self._freed_rows is not None:
+            past = past & ~self._freed_rows[:, None]
         if (past & ~stored).any():
             raise ValueError(
                 "The attention_mask shows columns that were padding when they were computed; a "
@@ -161,6 +169,22 @@ class Batch:
         storage = group.storage[layer]
         return gather(storage.keys, slots), gather(storage.values, slots)
 
+    def known_tables(self) -> tuple[BlockTables, int]:
+        """The tables, and how many columns of each row have the tokens that its caller thinks."""
+        self._settle()
+        self._end_step()
+        columns = self.columns
+        return self.tables, columns if self._moved_at is None else min(self._moved_at, columns)
+
+    def adopt(self, tables: BlockTables, known: int | None) -> None:
+        """Begin with the rows of `tables`, whose first `known` columns are (None: all) known."""
+        self.tables = tables
+        self._moved_at = known if known is not None and known < self.columns else None
+
+    def note_move(self) -> None:
+        """From here on rows may no longer be the sequences that a caller takes them for."""
+        self._moved_at = self.known_tables()[1] or None
+
     def select(self, rows: np.ndarray) -> None:
         """Make the rows `rows` of the present ones; an index may repeat or be left out."""
         self._settle()
@@ -174,7 +198,8 @@ class Batch:
         self._settle()
         batch = Batch(self.pool, self.backend, self.share_prompts)
         batch.tables = self.tables.select(rows)
-        batch.record_past = self.record_past
+        batch._freed_rows = None if self._freed_rows is None else self._freed_rows[rows]
+        batch.record_past, batch._moved_at = self.record_past, self._moved_at
         batch._idle, batch._has_completed = set(self._idle), self._has_completed
         return batch
 
@@ -190,15 +215,44 @@ class Batch:
             raise ValueError(f"Cannot crop {columns} tokens of a cache that holds {self.columns}.")
         if columns:
             self.tables.truncate(self.columns - columns)
+            if self._moved_at is not None:
+                self._moved_at = min(self._moved_at, self.columns) or None
         self.tables.drop_outside_windows()
         self._end_step()
 
+    def move_out(self, device: torch.device | str) -> None:
+        """Copy all blocks to `device` and give them back."""
+        tables, _ = self.known_tables()
+        snapshot = Snapshot.take(self.pool, tables.tokens.lengths, tables.tables, device)
+        self._outside = snapshot, tables.tokens
+        tables.release()
+
+    def move_in(self) -> None:
+        """Take blocks again for what was moved out.
+
+        Raises:
+            PoolExhausted: too few are free; it stays outside.
+        """
+        if self._outside is not None:
+            snapshot, tokens = self._outside
+            self.tables = snapshot.place(self.pool, tokens)
+            self._outside = None
+
+    def free_rows(self, rows: np.ndarray) -> None:
+        """Give the blocks of `rows` back; whatever they are given from here on is not stored."""
+        self.known_tables()
+        freed = np.zeros(self.rows, bool) if self._freed_rows is None else self._freed_rows
+        freed[rows] = True
+        self._freed_rows = freed
+        self.tables.empty(rows)
+
     def reset(self) -> None:
         """Give all blocks back; the batch is as new."""
+        self._outside = None
         self._check_usable()
         self._end_step()
         self._behind.clear()
-        self._blamed = frozenset()
+        self._blamed, self._moved_at, self._freed_rows = frozenset(), None, None
         self.tables.release()
 
     def free(self) -> None:
@@ -301,13 +355,19 @@ class Batch:
     def _replace_tables(self, rows: np.ndarray) -> None:
         old, self.tables = self.tables, self.tables.select(rows)
         old.release()
+        if self._freed_rows is not None:
+            self._freed_rows = self._freed_rows[rows]
 
     def _new_tokens(self, rows: int, columns: int) -> np.ndarray | None:
         mask = self._mask() if self._mask is not None else None
         self._mask = None
-        if mask is None or mask.new_tokens is None or mask.new_tokens.shape != (rows, columns):
-            return None
-        return mask.new_tokens
+        new = None if mask is None else mask.new_tokens
+        if new is not None and new.shape != (rows, columns):
+            new = None
+        if self._freed_rows is not None:
+            kept = np.broadcast_to(~self._freed_rows[:, None], (rows, columns))
+            new = kept if new is None else new & kept
+        return new
 
     def _wrong_rows(self, rows: int) -> ValueError:
         return ValueError(
@@ -318,6 +378,8 @@ class Batch:
     def _check_usable(self) -> None:
         if self.is_freed:
             raise RuntimeError("This PagedCache was freed; make a new one.")
+        if self._outside is not None:
+            raise RuntimeError("This PagedCache was moved out of its pool; restore() it first.")
 
 
 def _check_states(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from inspect import signature
 from types import TracebackType
@@ -17,6 +18,8 @@ from .batch import Batch
 from .layers import PagedLayer, make_layers
 from .pool import BlockPool
 from .report import CacheReport
+from .snapshot import Snapshot
+from .table import BlockTables, Tokens
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -69,6 +72,21 @@ class PagedCache(Cache):
                     f"block_size={block_size} contradicts the pool's, which is {pool.block_size}."
                 )
         self._set_batch(Batch(pool, backend, share_prompts))
+
+    @classmethod
+    def holding(cls, tables: BlockTables, known: int | None = None) -> PagedCache:
+        """A cache whose rows are those of `tables`, of which the first `known` columns (None for
+        all) have the tokens that a caller takes them to have."""
+        cache = cls(pool=tables.pool)
+        cache._batch.adopt(tables, known)
+        return cache
+
+    def known_tables(self) -> tuple[BlockTables, int]:
+        """The block tables, and the columns whose tokens are those of the caller's sequences.
+
+        After `reorder_cache`, which beam search calls, those are the columns in front of it.
+        """
+        return self._batch.known_tables()
 
     def _set_batch(self, batch: Batch) -> None:
         self._batch = batch
@@ -126,6 +144,7 @@ class PagedCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i what row `beam_idx[i]` is now; moves table entries, never K/V."""
+        self._batch.note_move()
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -206,6 +225,74 @@ class PagedCache(Cache):
                 body(input_ids=input_ids[:, start:stop], past_key_values=self, **inputs)
             start = stop
         return self
+
+    def offload(  # type: ignore[override]  # transformers' own is for its offloaded layers
+        self, device: torch.device | str = "cpu"
+    ) -> None:
+        """Move K/V to `device` and give all blocks back, until `restore`.
+
+        Blocks that other caches share stay where they are, and are copied.
+        """
+        self._batch.move_out(device)
+
+    def restore(self) -> None:
+        """Move K/V that were offloaded back into blocks of the pool.
+
+        Raises:
+            PoolExhausted: too few blocks are free; K/V stay offloaded.
+        """
+        self._batch.move_in()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows and their K/V to a safetensors file.
+
+        Raises:
+            ValueError: the model has layers that keep other states than K/V.
+        """
+        if self._foreign_layers():
+            raise ValueError(
+                "A cache with layers that keep other states than K/V (recurrent ones) cannot be "
+                "saved; save its prompt instead."
+            )
+        tables, known = self.known_tables()
+        tokens = tables.tokens
+        snapshot = Snapshot.take(self.pool, tokens.lengths, tables.tables)
+        snapshot.facts = {"columns": tokens.columns, "known": known}
+        if tokens.is_token is not None:
+            snapshot.arrays["is_token"] = tokens.is_token
+        snapshot.save(path, self.pool, "cache")
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], config: PreTrainedConfig | torch.nn.Module
+    ) -> PagedCache:
+        """The cache that `save` wrote, in a pool of its own.
+
+        Args:
+            path: the file.
+            config: the model's config, or the model if the cache's pool was made from a model.
+
+        Raises:
+            ValueError: the file is damaged, or of another model.
+        """
+        snapshot, pool = Snapshot.load(
+            path, "cache", lambda block_size: BlockPool(config, block_size=block_size)
+        )
+        columns, known = snapshot.facts.get("columns", -1), snapshot.facts.get("known")
+        tokens = Tokens(columns, snapshot.lengths, snapshot.arrays.get("is_token"))
+        if not tokens.is_sound() or not isinstance(known, int):
+            raise ValueError(f"{path} cannot be loaded: its rows are not those of a cache.")
+        tables = snapshot.place(pool, tokens)
+        if tables.missing():
+            raise ValueError(f"{path} cannot be loaded: a row lacks blocks that it needs.")
+        return cls.holding(tables, known)
+
+    def free_rows(self, rows: torch.Tensor) -> None:
+        """Give the blocks of rows that have ended back; what they are given later is not stored.
+
+        The rows stay in the batch, and attention gives zeros for them.
+        """
+        self._batch.free_rows(np.asarray(rows.cpu(), np.int64).reshape(-1))
 
     def free(self) -> None:
         """Give all blocks back now; the cache cannot be used any more."""

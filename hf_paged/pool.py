@@ -11,19 +11,25 @@ Large Language Model Serving with PagedAttention", 2023).
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from .fingerprint import ExtraKey, ModelFingerprint, config_fingerprint, encode_extra_key
 from .geometry import bytes_per_token, elements_per_token, layer_config, paged_windows, parse_memory
+from .prefix import PrefixIndex
 
 if TYPE_CHECKING:
+    from .admission import PromptBatch
+    from .cache import PagedCache
     from .table import BlockTables
 
 GROWTH = 1.5  # an unbounded group grows by half, so that growing costs O(1) a token
@@ -192,7 +198,9 @@ class BlockPool:
     """Blocks of K/V for a model, shared by any number of caches.
 
     Args:
-        config: the model's config (a composite model's is resolved to its decoder's).
+        config: the model's config (a composite model's is resolved to its decoder's), or the model
+            itself: then known prefixes are also told apart by its weights and active adapters, and
+            a pool that several checkpoints use, or whose model is trained, stays right.
         block_size: token slots in a block.
         num_blocks: blocks of each layer group. With neither this nor `max_memory` the pool grows.
         max_memory: bytes over all layers, as an int or as text such as "4GiB".
@@ -206,7 +214,7 @@ class BlockPool:
 
     def __init__(
         self,
-        config: PreTrainedConfig,
+        config: PreTrainedConfig | torch.nn.Module,
         *,
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -220,18 +228,23 @@ class BlockPool:
             _check_count("num_blocks", num_blocks)
             if max_memory is not None:
                 raise ValueError("num_blocks and max_memory both bound the pool; pass one of them.")
+        model = config if isinstance(config, torch.nn.Module) else None
+        config = getattr(config, "config", config)
         if not isinstance(config, PreTrainedConfig):
             raise ValueError(
-                f"config must be a model's PreTrainedConfig, not {type(config).__name__}."
+                "config must be a model's PreTrainedConfig or the model, not "
+                f"{type(config).__name__}."
             )
+        self._model = None if model is None else weakref.ref(model)
+        self._fingerprint = ModelFingerprint()
         self.config = config.get_text_config(decoder=True)
         self.block_size = block_size
         self.max_memory = None if max_memory is None else parse_memory(max_memory)
         self.dtype, self.kv_dtype = dtype, kv_dtype
         self.device = None if device is None else torch.device(device)
         self.lock = threading.RLock()
-        self.copies = 0
-        self.peak_used = 0
+        self.copies = self.peak_used = self.evictions = 0
+        self.hits = self.misses = self.matched_tokens = 0
         self._tables: weakref.WeakSet[BlockTables] = weakref.WeakSet()
         # Tables of caches that were garbage collected: the collector may run in the middle of any
         # other call, so it only queues them here and the next call returns their blocks.
@@ -247,6 +260,7 @@ class BlockPool:
             for window in sorted(by_window, key=lambda window: window or 0)
         ]
         self.group_of_layer = {i: n for n, g in enumerate(self.groups) for i in g.layers}
+        self.index = PrefixIndex(self.groups, block_size)
 
     @property
     def num_blocks(self) -> int:
@@ -260,14 +274,157 @@ class BlockPool:
         return sum(group.num_free for group in self.groups)
 
     @property
+    def num_evictable(self) -> int:
+        """Blocks of known prefixes that no cache uses: free as soon as they are needed."""
+        with self.lock:
+            self.collect()
+            return sum(self.index.evictable())
+
+    @property
     def num_used(self) -> int:
-        """Blocks that a cache holds, over all layer groups."""
-        self.collect()
-        return sum(group.num_used for group in self.groups)
+        """Blocks that are neither free nor evictable, over all layer groups."""
+        with self.lock:
+            return self.num_blocks - self.num_free - self.num_evictable
 
     def stats(self) -> dict[str, int]:
-        """Counters since the pool was made: copies (on write), peak_used (blocks)."""
-        return {"copies": self.copies, "peak_used": self.peak_used}
+        """Counters since the pool was made.
+
+        hits, misses: prompts of which a beginning was known, and others. matched_tokens: tokens
+        that did not have to be computed. evictions: blocks of prefixes that were evicted. copies:
+        blocks copied on write. peak_used: the most blocks that were not free.
+        """
+        return {
+            "hits": self.hits,
+            "misses": self.misses,
+            "matched_tokens": self.matched_tokens,
+            "evictions": self.evictions,
+            "copies": self.copies,
+            "peak_used": self.peak_used,
+        }
+
+    def match_prefix(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        extra_key: ExtraKey = None,
+        num_return_sequences: int = 1,
+    ) -> PagedCache:
+        """A cache that already holds the longest known beginning of every prompt.
+
+            cache = pool.match_prefix(**inputs)
+            sequences = model.generate(**inputs, past_key_values=cache)
+            pool.insert_prefix(cache, sequences)
+
+        All rows continue at the same column, so what is reused of a batch is what all rows know,
+        counted in columns, and at least the last token of each prompt is left to compute.
+
+        Args:
+            input_ids: whole numbers [rows, tokens], the prompts, padded on the left.
+            attention_mask: [rows, tokens], 0 where a column is padding.
+            extra_key: what else the K/V depend on or must not be shared across (a tenant, the hash
+                of an image): text, an int, bytes, or a tuple of these.
+            num_return_sequences: how many rows of the cache each prompt gets.
+
+        Raises:
+            ValueError: padding on the right, or a model whose prefixes cannot be reused exactly
+                (recurrent layers, rotary embeddings that depend on the whole length).
+        """
+        from .reuse import match_prefix
+
+        _check_count("num_return_sequences", num_return_sequences)
+        key = self.identity(), encode_extra_key(extra_key)
+        return match_prefix(self, key, input_ids, attention_mask, num_return_sequences)
+
+    def insert_prefix(
+        self,
+        cache: PagedCache,
+        sequences: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        extra_key: ExtraKey = None,
+    ) -> int:
+        """Index the tokens that a cache holds; what was known before is then stored once.
+
+        After beam search the rows of a cache are not the sequences that it returned: their prompts
+        are indexed, and no more.
+
+        Args:
+            cache: a cache of this pool.
+            sequences: whole numbers [rows, tokens], as generate returned them.
+            attention_mask: that of the prompts, which the cache knows too: it is only checked.
+            extra_key: as for `match_prefix`.
+
+        Returns:
+            How many tokens became reusable that were not before.
+
+        Raises:
+            ValueError: the sequences, the mask and the cache do not belong together, there is
+                padding behind a token, or the model's prefixes cannot be reused exactly.
+        """
+        from .reuse import insert_prefix
+
+        key = self.identity(), encode_extra_key(extra_key)
+        return insert_prefix(self, key, cache, sequences, attention_mask)
+
+    def batches(
+        self,
+        prompts: Sequence[Any],
+        max_new_tokens: int,
+        *,
+        num_return_sequences: int = 1,
+        max_prompts: int | None = None,
+        pad_token_id: int = 0,
+    ) -> Iterator[PromptBatch]:
+        """Batches of a long list of prompts, so small that generate never finds the pool full.
+
+            for batch in pool.batches(prompts, max_new_tokens=64):
+                cache = pool.match_prefix(**batch.inputs)
+                sequences = model.generate(
+                    **batch.inputs, past_key_values=cache, max_new_tokens=64
+                )
+                pool.insert_prefix(cache, sequences)
+
+        Prompts that begin alike are put together. What caches hold when this is called is left out
+        of the reckoning; a batch's own cache must be gone, or freed, before the next one's generate
+        (binding its name again is enough).
+
+        Args:
+            prompts: the token ids of each prompt.
+            max_new_tokens: as generate gets it.
+            num_return_sequences: rows that generate makes of a prompt (or num_beams).
+            max_prompts: the most prompts of a batch; None leaves it to the pool's size.
+            pad_token_id: what the input_ids hold where they are padded.
+
+        Raises:
+            ValueError: a prompt that can never fit, with its index; said before the first batch.
+        """
+        from .admission import batches
+
+        _check_count("max_new_tokens", max_new_tokens)
+        _check_count("num_return_sequences", num_return_sequences)
+        if max_prompts is not None:
+            _check_count("max_prompts", max_prompts)
+        return batches(
+            self, prompts, max_new_tokens, num_return_sequences, max_prompts, pad_token_id
+        )
+
+    def evict(self, n: int) -> int:
+        """Free blocks of the least recently used prefixes that no cache uses, `n` or all there are.
+
+        Returns:
+            How many blocks were freed, which may be a few more than n.
+        """
+        _check_count("n", n)
+        with self.lock:
+            self.collect()
+            most = min(n, sum(self.index.evictable()))
+            return self._evict(lambda freed: sum(freed) >= most)
+
+    def clear_prefixes(self) -> None:
+        """Forget all prefixes; what no cache uses is free."""
+        with self.lock:
+            self.index.clear()
 
     def check(self) -> None:
         """Raise AssertionError where an invariant of the pool is broken."""
@@ -275,9 +432,10 @@ class BlockPool:
             self.collect()
             tables = list(self._tables)
             for index, group in enumerate(self.groups):
-                group.check([table.held(index) for table in tables])
+                group.check([*(table.held(index) for table in tables), self.index.held(index)])
             for table in tables:
                 table.check()
+            self.index.check()
 
     def collect(self) -> None:
         """Return the blocks of caches that were garbage collected."""
@@ -297,17 +455,63 @@ class BlockPool:
         """Take `counts[g]` blocks of each group g, all of them or none.
 
         Raises:
-            PoolExhausted: a bounded group has too few; no block was taken.
+            PoolExhausted: a bounded group has too few, also without the prefixes that nobody uses;
+                no block was taken, no prefix evicted.
         """
         self.collect()
-        for group, count in zip(self.groups, counts, strict=True):
+        short = [
+            0 if group.max_blocks is None else max(count - group.num_free, 0)
+            for group, count in zip(self.groups, counts, strict=True)
+        ]
+        if any(short):
+            self._evict(lambda freed: all(f >= s for f, s in zip(freed, short, strict=True)))
+        for index, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
             if count > group.num_free and group.max_blocks is not None:
-                raise PoolExhausted(count, group.num_free, 0, group.capacity, str(group))
+                evictable = self.index.evictable()[index]
+                raise PoolExhausted(count, group.num_free, evictable, group.capacity, str(group))
         for group, count in zip(self.groups, counts, strict=True):
             group.ensure_free(count)
         taken = [group.take(count) for group, count in zip(self.groups, counts, strict=True)]
         self.peak_used = max(self.peak_used, sum(group.num_used for group in self.groups))
         return taken
+
+    def _evict(self, enough: Callable[[list[int]], bool]) -> int:
+        freed = self.index.evict(enough)
+        self.evictions += freed
+        return freed
+
+    def save_prefixes(self, path: str | os.PathLike[str]) -> None:
+        """Write all known prefixes of the model as it is now to a safetensors file."""
+        from .reuse import save_prefixes
+
+        save_prefixes(self, path)
+
+    def load_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Add the prefixes of a file that `save_prefixes` wrote, in this process or another.
+
+        Returns:
+            How many tokens became reusable that were not before.
+
+        Raises:
+            ValueError: the file is damaged, or of another model, other weights, block_size or
+                layout; nothing was loaded.
+            PoolExhausted: the pool has too few blocks; nothing was loaded.
+        """
+        from .reuse import load_prefixes
+
+        return load_prefixes(self, path)
+
+    def identity(self) -> str:
+        """What K/V depend on besides tokens and extra keys: config, and weights where known."""
+        model = None
+        if self._model is not None:
+            held = self._model()
+            if held is None:
+                raise RuntimeError(
+                    "The model that this pool was made for is gone; make a new pool."
+                )
+            model = self._fingerprint.of(held)
+        return json.dumps([config_fingerprint(self.config), model])
 
     def layer_storage(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerStorage:
         """The storage of `layer`, made at its first K/V ([batch, kv_heads, tokens, head_dim]).

@@ -40,6 +40,17 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def is_sound(self) -> bool:
+        """Whether the parts fit together."""
+        if not isinstance(self.columns, int) or (self.lengths > self.columns).any():
+            return False
+        mask = self.is_token
+        return mask is None or (
+            mask.dtype == bool
+            and mask.shape == (len(self), self.columns)
+            and bool((mask.sum(1) == self.lengths).all())
+        )
+
     @property
     def is_unpadded(self) -> bool:
         return bool((self.lengths == self.columns).all())
@@ -112,6 +123,16 @@ class BlockTables:
         self.tables = [np.full((rows, 8), -1, np.int32) for _ in pool.groups]
         pool.register(self)
 
+    @classmethod
+    def holding(cls, pool: BlockPool, tokens: Tokens, tables: list[np.ndarray]) -> BlockTables:
+        """New tables that share the blocks in `tables`, whose present holders keep them."""
+        new = cls(pool)
+        with pool.lock:
+            new.tokens, new.tables = tokens, tables
+            for index, group in enumerate(pool.groups):
+                group.retain(new.held(index))
+        return new
+
     def held(self, group: int) -> np.ndarray:
         """The blocks of `group` that the rows hold, each as often as it is held."""
         table = self.tables[group]
@@ -141,13 +162,10 @@ class BlockTables:
 
     def select(self, rows: np.ndarray) -> BlockTables:
         """New tables whose rows are `rows` of these; every block is shared, none is copied."""
-        selected = BlockTables(self.pool)
-        selected.tokens = self.tokens.select(rows)
         with self.pool.lock:
-            for index, group in enumerate(self.pool.groups):
-                selected.tables[index] = self.tables[index][rows]
-                group.retain(selected.held(index))
-        return selected
+            return self.holding(
+                self.pool, self.tokens.select(rows), [table[rows] for table in self.tables]
+            )
 
     def release(self) -> None:
         """Give all blocks back; what remains is a cache of no rows."""
@@ -228,6 +246,21 @@ class BlockTables:
                 _drop(group, table, np.arange(table.shape[1]) >= stops[:, None])
             self.tokens = tokens
 
+    def empty(self, rows: np.ndarray) -> None:
+        """Give the blocks of `rows` back: all their columns count as padding."""
+        kept = np.ones(len(self.tokens), bool)
+        kept[rows] = False
+        with self.pool.lock:
+            for group, table in zip(self.pool.groups, self.tables, strict=True):
+                _drop(group, table, np.broadcast_to(~kept[:, None], table.shape))
+            self.tokens = replace(
+                self.tokens,
+                lengths=self.tokens.lengths * kept,
+                is_token=None
+                if self.tokens.is_token is None
+                else self.tokens.is_token & kept[:, None],
+            )
+
     def drop_outside_windows(self) -> None:
         """Give back the blocks that no window reaches any more."""
         with self.pool.lock:
@@ -238,14 +271,20 @@ class BlockTables:
 
     def check(self) -> None:
         """Raise AssertionError unless each row holds exactly the blocks that it needs."""
+        assert not self.missing(), "a row lacks a block that it needs"
         stops = -(-self.tokens.lengths // self.pool.block_size)
+        for table in self.tables:
+            past_end = np.arange(table.shape[1]) >= stops[:, None]
+            assert not ((table >= 0) & past_end).any(), "a row holds a block past its end"
+
+    def missing(self) -> int:
+        """Entries without a block where a row needs one."""
+        stops, missing = -(-self.tokens.lengths // self.pool.block_size), 0
         for group, table in zip(self.pool.groups, self.tables, strict=True):
-            held = table >= 0
-            blocks = np.arange(table.shape[1])
-            firsts = first_block(group, self.tokens)
+            blocks, firsts = np.arange(table.shape[1]), first_block(group, self.tokens)
             needed = (blocks >= firsts[:, None]) & (blocks < stops[:, None])
-            assert (held >= needed).all(), "a row lacks a block that it needs"
-            assert not (held & (blocks >= stops[:, None])).any(), "a row holds a block past its end"
+            missing += int((needed & (table < 0)).sum())
+        return missing
 
 
 def first_block(group: BlockGroup, tokens: Tokens, keep_past: bool = False) -> np.ndarray:

@@ -1,0 +1,303 @@
+"""The prefix index: a radix tree over token ids whose nodes hold blocks.
+
+An edge is labelled with the tokens of one block, so a node is a block of every layer group; a leaf
+may have fewer tokens. Two prompts share the nodes of all blocks that they have in common. A prompt
+that leaves an edge in its middle shares that block too, up to the token where it leaves, and gets a
+copy when it writes (Zheng et al., "SGLang: Efficient Execution of Structured Language Model
+Programs", 2024, whose RadixAttention this is, on blocks instead of single tokens).
+
+Labels are compared token by token, never by a hash alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .pool import BlockGroup
+
+Key = tuple[str, str]  # the model's identity, the extra key
+Label = tuple[int, ...]
+
+
+class Node:
+    """The tokens of one block behind those of its parent.
+
+    Attributes:
+        label: its tokens; fewer than a block's only in a leaf.
+        blocks: for each layer group the block that holds their K/V, -1 where a window let it go.
+    """
+
+    __slots__ = ("blocks", "children", "label", "parent")
+
+    def __init__(self, label: Label, blocks: list[int], parent: Node | None):
+        self.label, self.blocks, self.parent = label, blocks, parent
+        self.children: dict[Label, Node] = {}
+
+
+class PrefixIndex:
+    """Trees of token ids, one a key, over the blocks of a pool. Its caller holds the pool's lock.
+
+    Args:
+        groups: the pool's layer groups.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, groups: Sequence[BlockGroup], block_size: int):
+        self._groups, self._size = groups, block_size
+        self._roots: dict[Key, Node] = {}
+        # All nodes but the roots, the least recently used first. A path is used from its end to
+        # its beginning, so a child always comes before its parent.
+        self._order: OrderedDict[Node, None] = OrderedDict()
+
+    def match(self, key: Key, tokens: Sequence[int]) -> tuple[int, list[np.ndarray]]:
+        """The longest known prefix of `tokens`.
+
+        Returns:
+            Its length in tokens, and for each group the blocks that hold it (int32, -1 where a
+            window let them go). The last block may hold tokens behind the prefix.
+        """
+        path, length = self._walk(key, tokens)
+        self._use(path)
+        return length, [
+            np.array([node.blocks[group] for node in path], np.int32)
+            for group in range(len(self._groups))
+        ]
+
+    def insert(self, key: Key, tokens: Sequence[int], tables: Sequence[np.ndarray]) -> int:
+        """Index `tokens`, whose K/V are in the blocks of `tables` (a row's table of each group).
+
+        Where a node already has a block for the same tokens, the table is redirected to it.
+
+        Returns:
+            How many of the tokens were not known before.
+        """
+        known = self._walk(key, tokens)[1]
+        node = self._roots.setdefault(key, Node((), [], None))
+        path = []
+        for index, label in enumerate(self._labels(tokens)):
+            child = node.children.get(label) or _child_beginning_with(node, label)
+            if child is None:
+                child = self._add(node, label, [int(table[index]) for table in tables])
+            else:
+                self._redirect(tables, index, child)
+            path.append(child)
+            node = child
+        self._use(path)
+        return max(len(tokens) - known, 0)
+
+    def evictable(self) -> list[int]:
+        """Blocks of each group that nothing but the index holds and that `evict` could free."""
+        return self._plan(lambda freed: False)[1]
+
+    def evict(self, enough: Callable[[list[int]], bool]) -> int:
+        """Drop what was used least recently and nothing else uses, until `enough(blocks freed)`.
+
+        If that cannot be reached, nothing is dropped.
+
+        Args:
+            enough: takes how many blocks of each group would be free.
+
+        Returns:
+            How many blocks are free now that were not.
+        """
+        plan, freed = self._plan(enough)
+        if not enough(freed):
+            return 0
+        for node, groups in plan:
+            if groups is None:
+                self._remove(node)
+            else:
+                self._let_go(node, groups)
+        return sum(freed)
+
+    def clear(self) -> None:
+        """Drop every node, whether a cache still uses its blocks or not."""
+        for node in list(self._order):
+            self._remove(node)
+        self._roots.clear()
+
+    def held(self, group: int) -> np.ndarray:
+        """int64, the blocks of a group that the index holds."""
+        blocks = np.array([node.blocks[group] for node in self._order], np.int64)
+        return blocks[blocks >= 0]
+
+    def paths(self) -> Iterator[tuple[Key, list[Node]]]:
+        """The path to each leaf with its key, the least recently used leaf first."""
+        keys = {id(root): key for key, root in self._roots.items()}
+        for leaf in self._order:
+            if not leaf.children:
+                path, node = [], leaf
+                while node.parent is not None:
+                    path.append(node)
+                    node = node.parent
+                yield keys[id(node)], path[::-1]
+
+    def check(self) -> None:
+        """Raise AssertionError where the tree is not what `match` and `evict` rely on."""
+        seen: set[Node] = set()
+        for node in self._order:
+            parent = node.parent
+            assert parent is not None, "a removed node is in the order of use"
+            assert parent.children.get(node.label) is node, "a node is not its parent's child"
+            assert all(child in seen for child in node.children.values()), "used before its child"
+            assert 0 < len(node.label) <= self._size, "a label is empty or longer than a block"
+            assert not node.children or len(node.label) == self._size, "an inner label is too short"
+            seen.add(node)
+        reachable, nodes = 0, list(self._roots.values())
+        while nodes:
+            children = nodes.pop().children.values()
+            reachable += len(children)
+            nodes.extend(children)
+        assert reachable == len(seen), "a node of the tree is not in the order of use"
+
+    def _labels(self, tokens: Sequence[int]) -> list[Label]:
+        return [tuple(tokens[at : at + self._size]) for at in range(0, len(tokens), self._size)]
+
+    def _walk(self, key: Key, tokens: Sequence[int]) -> tuple[list[Node], int]:
+        """The nodes that hold the longest known prefix of `tokens`, and its length."""
+        path: list[Node] = []
+        node, length = self._roots.get(key), 0
+        for label in self._labels(tokens):
+            if node is None:
+                break
+            child = node.children.get(label)
+            if child is None:
+                common, child = max(
+                    ((_common(label, c.label), c) for c in node.children.values()),
+                    key=lambda found: found[0],
+                    default=(0, None),
+                )
+                if child is not None and common:
+                    path.append(child)
+                    length += common
+                break
+            path.append(child)
+            length += len(label)
+            node = child
+        return path, length
+
+    def _add(self, parent: Node, label: Label, blocks: list[int]) -> Node:
+        """A node for `label`; one whose tokens are the first of these grows into it."""
+        for child in parent.children.values():
+            if label[: len(child.label)] == child.label:
+                del parent.children[child.label]
+                self._hold(child.blocks, -1)
+                child.label, child.blocks = label, blocks
+                break
+        else:
+            child = Node(label, blocks, parent)
+            self._order[child] = None
+        parent.children[label] = child
+        self._hold(blocks, 1)
+        return child
+
+    def _redirect(self, tables: Sequence[np.ndarray], index: int, node: Node) -> None:
+        for at, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+            mine, known = int(table[index]), node.blocks[at]
+            if mine < 0 or mine == known:
+                continue
+            if known < 0:
+                node.blocks[at] = mine
+                group.retain(np.array([mine]))
+            else:
+                table[index] = known
+                group.retain(np.array([known]))
+                group.release(np.array([mine]))
+
+    def _use(self, path: Sequence[Node]) -> None:
+        for node in reversed(path):
+            self._order.move_to_end(node)
+
+    def _plan(
+        self, enough: Callable[[list[int]], bool]
+    ) -> tuple[list[tuple[Node, list[int] | None]], list[int]]:
+        """What to evict, and the blocks of each group in it.
+
+        First whole nodes, once their children have gone (None). If those are too few, nodes that a
+        cache builds on lose the blocks of the groups (listed) whose window has left them behind.
+        """
+        plan: dict[Node, list[int] | None] = {}
+        freed = [0] * len(self._groups)
+        for node in self._order:
+            if enough(freed):
+                return list(plan.items()), freed
+            unused = self._unused(node)
+            if len(unused) == sum(block >= 0 for block in node.blocks) and all(
+                child in plan for child in node.children.values()
+            ):
+                plan[node] = None
+                for group in unused:
+                    freed[group] += 1
+        for node in self._order:
+            if enough(freed):
+                break
+            if node not in plan:
+                plan[node] = [g for g in self._unused(node) if self._groups[g].window is not None]
+                for group in plan[node] or ():
+                    freed[group] += 1
+        return list(plan.items()), freed
+
+    def _unused(self, node: Node) -> list[int]:
+        """The groups whose block of the node nothing but the index holds."""
+        return [
+            index
+            for index, (group, block) in enumerate(zip(self._groups, node.blocks, strict=True))
+            if block >= 0 and group.ref_counts[block] == 1
+        ]
+
+    def _let_go(self, node: Node, groups: Sequence[int]) -> None:
+        for group in groups:
+            self._groups[group].release(np.array([node.blocks[group]]))
+            node.blocks[group] = -1
+
+    def _remove(self, node: Node) -> None:
+        assert node.parent is not None
+        del node.parent.children[node.label], self._order[node]
+        node.parent = None
+        self._hold(node.blocks, -1)
+
+    def _hold(self, blocks: Sequence[int], change: int) -> None:
+        for group, block in zip(self._groups, blocks, strict=True):
+            if block >= 0:
+                (group.retain if change > 0 else group.release)(np.array([block]))
+
+
+def longest_readable(
+    length: int, blocks: Sequence[np.ndarray], groups: Sequence[BlockGroup], block_size: int
+) -> int:
+    """The most of the first `length` tokens behind which every group's window is held.
+
+    Args:
+        length: tokens that the blocks hold.
+        blocks: as `PrefixIndex.match` returns them.
+    """
+    while length > 0:
+        last = -(-length // block_size)
+        for group, held in zip(groups, blocks, strict=True):
+            first = 0 if group.window is None else max(length - group.window + 1, 0) // block_size
+            if (held[first:last] < 0).any():
+                break
+        else:
+            return length
+        # Of the tokens in one block the last needs the fewest blocks in front of it.
+        length = (last - 1) * block_size
+    return 0
+
+
+def _common(a: Label, b: Label) -> int:
+    for at, (mine, other) in enumerate(zip(a, b, strict=False)):
+        if mine != other:
+            return at
+    return min(len(a), len(b))
+
+
+def _child_beginning_with(node: Node, label: Label) -> Node | None:
+    for child in node.children.values():
+        if child.label[: len(label)] == label:
+            return child
+    return None

@@ -1,0 +1,235 @@
+"""Prompts reused across calls: from a batch of token ids to a cache that holds what is known."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from .cache import PagedCache
+from .geometry import dynamic_layers, paged_windows
+from .prefix import Key, longest_readable
+from .snapshot import Snapshot
+from .table import BlockTables, Tokens, first_block
+
+if TYPE_CHECKING:
+    from .pool import BlockPool
+
+
+def match_prefix(
+    pool: BlockPool,
+    key: Key,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    num_return_sequences: int,
+) -> PagedCache:
+    """A cache that holds what the index knows of the prompts; see `BlockPool.match_prefix`."""
+    prompts, padding = _prompts(input_ids, attention_mask)
+    check_exact(pool.config, input_ids.shape[1])
+    with pool.lock:
+        pool.collect()
+        found = [pool.index.match(key, prompt) for prompt in prompts]
+        ends = padding + [length for length, _ in found]
+        columns = min(int(ends.min()), input_ids.shape[1] - 1)
+        columns = _readable_columns(pool, columns, padding, [blocks for _, blocks in found])
+        tokens = Tokens(columns, np.maximum(columns - padding, 0))
+        pool.matched_tokens += int(tokens.lengths.sum())
+        pool.hits += int(np.count_nonzero(tokens.lengths))
+        pool.misses += int(np.count_nonzero(tokens.lengths == 0))
+        if not columns:
+            return PagedCache(pool=pool)
+        tables = [
+            _table(tokens, first_block(group, tokens), [blocks[index] for _, blocks in found], pool)
+            for index, group in enumerate(pool.groups)
+        ]
+        rows = np.arange(len(prompts)).repeat(num_return_sequences)
+        held = BlockTables.holding(pool, tokens.select(rows), [table[rows] for table in tables])
+    return PagedCache.holding(held)
+
+
+def insert_prefix(
+    pool: BlockPool,
+    key: Key,
+    cache: PagedCache,
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+) -> int:
+    """Index the tokens that a cache holds; see `BlockPool.insert_prefix`."""
+    if cache.pool is not pool:
+        raise ValueError("The cache is of another pool; insert it into cache.pool.")
+    tables, columns = cache.known_tables()
+    tokens = tables.tokens
+    rows = _rows_of_sequences(len(tokens), sequences, columns, tokens.columns)
+    if tokens.is_token is not None:
+        raise ValueError(
+            "The cache has padding behind a token, so its positions are not those of the tokens "
+            "alone; pad on the left."
+        )
+    check_exact(pool.config, tokens.columns)
+    mask = tokens.mask()[rows, :columns]
+    if attention_mask is not None:
+        given = np.asarray(attention_mask.cpu(), bool)[:, :columns]
+        if given.shape[0] != len(rows) or (given != mask[:, : given.shape[1]]).any():
+            raise ValueError(
+                "The attention_mask is not the one that the cache was computed with; pass that of "
+                "the prompts, or none."
+            )
+    ids = _ids(sequences)[:, :columns]
+    with pool.lock:
+        pool.collect()
+        return sum(
+            pool.index.insert(key, row_ids[is_token].tolist(), [t[row] for t in tables.tables])
+            for row, row_ids, is_token in zip(rows, ids, mask, strict=True)
+        )
+
+
+def save_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> None:
+    """Write each path from a root to a leaf as a row."""
+    with pool.lock:
+        identity = pool.identity()
+        paths = [(key[1], nodes) for key, nodes in pool.index.paths() if key[0] == identity]
+        lengths = [sum(len(node.label) for node in nodes) for _, nodes in paths]
+        width = max((len(nodes) for _, nodes in paths), default=0)
+        tables = [np.full((len(paths), width), -1, np.int64) for _ in pool.groups]
+        for row, (_, nodes) in enumerate(paths):
+            for group, table in enumerate(tables):
+                table[row, : len(nodes)] = [node.blocks[group] for node in nodes]
+        snapshot = Snapshot.take(pool, np.array(lengths, np.int64), tables)
+    snapshot.facts["extra_keys"] = [extra for extra, _ in paths]
+    tokens = [token for _, nodes in paths for node in nodes for token in node.label]
+    snapshot.arrays["tokens"] = np.array(tokens, np.int64)
+    snapshot.save(path, pool, "prefixes")
+
+
+def load_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> int:
+    """Insert each row of a file, in the order in which they were last used."""
+    snapshot, _ = Snapshot.load(path, "prefixes", lambda block_size: pool)
+    extra_keys, tokens = snapshot.facts.get("extra_keys"), snapshot.arrays.get("tokens")
+    lengths = snapshot.lengths
+    if (
+        not isinstance(extra_keys, list)
+        or len(extra_keys) != len(lengths)
+        or not all(isinstance(key, str) for key in extra_keys)
+        or tokens is None
+        or tokens.dtype != np.int64
+        or tokens.shape != (lengths.sum(),)
+    ):
+        raise ValueError(f"{path} cannot be loaded: its tokens do not fit its rows.")
+    identity = pool.identity()
+    with pool.lock:
+        tables = snapshot.place(pool, Tokens(int(lengths.max(initial=0)), lengths))
+        rows = np.split(tokens, lengths.cumsum()[:-1]) if len(lengths) else []
+        fresh = sum(
+            pool.index.insert((identity, extra), row.tolist(), [t[index] for t in tables.tables])
+            for index, (extra, row) in enumerate(zip(extra_keys, rows, strict=True))
+        )
+        tables.release()
+    return fresh
+
+
+def check_exact(config: PreTrainedConfig, columns: int) -> None:
+    """Raise ValueError where K/V of a prefix are not what a longer prompt would compute."""
+    others = [
+        type(layer).__name__
+        for index, layer in enumerate(dynamic_layers(config))
+        if index not in paged_windows(config)
+    ]
+    if others:
+        raise ValueError(
+            f"Prefixes of this model cannot be reused: {len(others)} layers keep other states than "
+            f"K/V ({others[0]}), which are known for whole prompts only; use plain caches."
+        )
+    limit = _length_limit(config)
+    if limit is not None and columns > limit:
+        raise ValueError(
+            f"Prefixes of more than {limit} tokens cannot be reused, since this model's rotary "
+            f"embedding depends on the prompt's whole length from there on; got {columns}."
+        )
+
+
+def _length_limit(config: PreTrainedConfig) -> int | None:
+    """The length from which on the rotary frequencies depend on the length itself."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for parameters in kinds:
+        kind = parameters.get("rope_type", "default")
+        if kind == "longrope" or "dynamic" in kind:
+            original = parameters.get("original_max_position_embeddings")
+            return original or config.max_position_embeddings
+    return None
+
+
+def _prompts(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+) -> tuple[list[list[int]], np.ndarray]:
+    """The tokens of each row, and how many columns of padding are in front of them."""
+    ids = _ids(input_ids)
+    if not ids.size:
+        raise ValueError(f"input_ids hold no tokens: their shape is {tuple(input_ids.shape)}.")
+    if attention_mask is None:
+        return ids.tolist(), np.zeros(len(ids), np.int64)
+    mask = np.asarray(attention_mask.cpu(), bool)
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"The attention_mask {mask.shape} must have the shape of the input_ids {ids.shape}."
+        )
+    padding = (~mask).sum(1)
+    if (mask != (np.arange(ids.shape[1]) >= padding[:, None])).any():
+        raise ValueError("Prompts must be padded on the left to be matched with known ones.")
+    return [row[start:].tolist() for row, start in zip(ids, padding, strict=True)], padding
+
+
+def _ids(input_ids: torch.Tensor) -> np.ndarray:
+    if input_ids.ndim != 2 or input_ids.is_floating_point():
+        raise ValueError(
+            f"Token ids must be whole numbers [rows, tokens], not {input_ids.dtype} of shape "
+            f"{tuple(input_ids.shape)}."
+        )
+    return input_ids.cpu().numpy()
+
+
+def _rows_of_sequences(rows: int, sequences: torch.Tensor, known: int, columns: int) -> np.ndarray:
+    """The row of the cache for each of the sequences."""
+    count = len(sequences)
+    if sequences.shape[1] < known:
+        raise ValueError(
+            f"The sequences have {sequences.shape[1]} tokens a row, the cache holds {known} of "
+            "them; pass the whole sequences that generate returned, prompts included."
+        )
+    if count == rows:
+        return np.arange(rows)
+    if known == columns or not 0 < count < rows:
+        raise ValueError(
+            f"There are {count} sequences for a cache of {rows} rows; pass one for each row."
+        )
+    return np.arange(count) * rows // count  # beams: any of a prompt's rows holds the prompt
+
+
+def _readable_columns(
+    pool: BlockPool, columns: int, padding: np.ndarray, blocks: list[list[np.ndarray]]
+) -> int:
+    """The most of the first `columns` columns at which every row has all that its windows reach."""
+    while True:
+        ends = [columns]
+        for pad, held in zip(padding, blocks, strict=True):
+            length = max(columns - int(pad), 0)
+            readable = longest_readable(length, held, pool.groups, pool.block_size)
+            if readable < length:
+                ends.append(int(pad) + readable)
+        if min(ends) == columns:
+            return columns
+        columns = min(ends)
+
+
+def _table(
+    tokens: Tokens, firsts: np.ndarray, blocks: list[np.ndarray], pool: BlockPool
+) -> np.ndarray:
+    """int32 [rows, width], of each row's `blocks` those that its tokens need."""
+    stops = -(-tokens.lengths // pool.block_size)
+    table = np.full((len(tokens), int(stops.max())), -1, np.int32)
+    for row, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
+        table[row, first:stop] = blocks[row][first:stop]
+    return table

@@ -1,0 +1,234 @@
+"""Rows and their blocks outside of a pool: in memory for a cache that is moved out, or in a file.
+
+Files are safetensors, so that reading one never runs code. They are written beside their place and
+moved there, so that a process that dies leaves the old file or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .table import BlockTables, Tokens
+
+if TYPE_CHECKING:
+    from .pool import BlockPool
+
+FORMAT = "hf_paged/1"
+
+
+@dataclass
+class Snapshot:
+    """Rows of tokens and copies of the blocks that hold them.
+
+    Attributes:
+        lengths: int64 [rows], tokens of each row.
+        tables: for each layer group int64 [rows, width], numbers of the copied blocks, -1 for none.
+        states: K and V of each layer, [blocks of its group, block_size, kv_heads, head_dim]. Slots
+            without a token are zero.
+        facts: what else is to be known, as JSON has it.
+        arrays: further arrays, by name.
+    """
+
+    lengths: np.ndarray
+    tables: list[np.ndarray]
+    states: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    facts: dict[str, Any] = field(default_factory=dict)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def take(
+        cls,
+        pool: BlockPool,
+        lengths: np.ndarray,
+        tables: list[np.ndarray],
+        device: torch.device | str = "cpu",
+    ) -> Snapshot:
+        """Copy what `tables` (physical blocks, [rows, width] for each group) hold to `device`."""
+        numbers, states = [], {}
+        with pool.lock:
+            for group, table in zip(pool.groups, tables, strict=True):
+                blocks, number = np.unique(table[table >= 0], return_inverse=True)
+                numbered = np.full(table.shape, -1, np.int64)
+                numbered[table >= 0] = number
+                numbers.append(numbered)
+                empty = torch.from_numpy(~_filled(lengths, numbered, len(blocks), pool.block_size))
+                index = torch.from_numpy(blocks.astype(np.int64))
+                for layer, storage in group.storage.items():
+                    copies = [
+                        stored[index.to(stored.device)].to(device, copy=True)
+                        for stored in (storage.keys, storage.values)
+                    ]
+                    for copy in copies:
+                        copy[empty.to(copy.device)] = 0
+                    states[layer] = (copies[0], copies[1])
+        return cls(lengths, numbers, states)
+
+    def place(self, pool: BlockPool, tokens: Tokens) -> BlockTables:
+        """Put the blocks into a pool, as those of rows of `tokens`.
+
+        Raises:
+            PoolExhausted: it has too few free blocks; nothing has changed.
+            ValueError: its layers are of another shape or dtype.
+        """
+        counts = [int(table.max(initial=-1)) + 1 for table in self.tables]
+        with pool.lock:
+            storages = {}
+            for layer, (keys, values) in sorted(self.states.items()):
+                device = pool.device or keys.device
+                like = (states[:1].transpose(1, 2).to(device) for states in (keys, values))
+                storages[layer] = pool.layer_storage(layer, *like)
+                if storages[layer].keys.dtype != keys.dtype:
+                    raise ValueError(
+                        f"Layer {layer} was saved as {keys.dtype}, the pool stores it as "
+                        f"{storages[layer].keys.dtype}; use a pool of the same kv_dtype."
+                    )
+            taken = pool.take(counts)
+            for layer, storage in storages.items():
+                index = torch.from_numpy(taken[pool.group_of_layer[layer]])
+                for stored, states in zip(
+                    (storage.keys, storage.values), self.states[layer], strict=True
+                ):
+                    stored[index.to(stored.device)] = states.to(stored.device)
+            tables = [
+                np.append(blocks, -1)[table].astype(np.int32)
+                for table, blocks in zip(self.tables, taken, strict=True)
+            ]
+            held = BlockTables.holding(pool, tokens, tables)
+            for group, blocks in zip(pool.groups, taken, strict=True):
+                group.release(blocks)
+        return held
+
+    def save(self, path: str | os.PathLike[str], pool: BlockPool, kind: str) -> None:
+        """Write a file; what was at `path` is replaced when the new one is complete."""
+        path = Path(path)
+        facts = {
+            "kind": kind,
+            "identity": pool.identity(),
+            "block_size": pool.block_size,
+            "windows": [group.window for group in pool.groups],
+            **self.facts,
+        }
+        arrays = {"lengths": self.lengths, **self.arrays}
+        arrays |= {f"table.{index}": table for index, table in enumerate(self.tables)}
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
+        for layer, (keys, values) in self.states.items():
+            tensors |= {f"layer.{layer}.keys": keys, f"layer.{layer}.values": values}
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        try:
+            save_file(tensors, name, {"format": FORMAT, "facts": json.dumps(facts)})
+            with open(name, "rb") as written:
+                os.fsync(written.fileno())
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], kind: str, pool_for: Callable[[int], BlockPool]
+    ) -> tuple[Snapshot, BlockPool]:
+        """Read a file and check that it is whole, of this `kind`, and of the pool's layers.
+
+        Args:
+            pool_for: returns the pool that it is for, given the file's block_size.
+
+        Raises:
+            ValueError: it is not; the pool is as before.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if metadata.get("format") != FORMAT:
+                raise _Wrong(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
+            snapshot = _parse(tensors, json.loads(metadata["facts"]))
+            if snapshot.facts.get("kind") != kind:
+                raise _Wrong(f"it holds {snapshot.facts.get('kind')!r}, not {kind!r}")
+            pool = pool_for(snapshot.facts["block_size"])
+            _check(snapshot, pool)
+        except _MALFORMED as error:
+            raise ValueError(f"{path} is damaged or no file of hf_paged: {error}.") from error
+        except _Wrong as error:
+            raise ValueError(f"{path} cannot be loaded: {error}.") from None
+        return snapshot, pool
+
+
+class _Wrong(Exception):
+    """What is wrong with a file."""
+
+
+# What comes of reading a file whose parts are not there or not what they should be.
+_MALFORMED = (SafetensorError, KeyError, TypeError, IndexError, AttributeError, ValueError)
+
+
+def _filled(lengths: np.ndarray, table: np.ndarray, blocks: int, block_size: int) -> np.ndarray:
+    """bool [blocks, block_size], the slots that hold a token of some row."""
+    count = np.clip(lengths[:, None] - np.arange(table.shape[1]) * block_size, 0, block_size)
+    filled = np.zeros(blocks, np.int64)
+    np.maximum.at(filled, table[table >= 0], count[table >= 0])
+    return np.arange(block_size) < filled[:, None]
+
+
+def _parse(tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> Snapshot:
+    states = {}
+    for name in [name for name in tensors if name.startswith("layer.")]:
+        layer, part = name.split(".")[1:]
+        if part == "keys":
+            states[int(layer)] = (tensors[name], tensors[f"layer.{layer}.values"])
+    arrays = {n: t.numpy() for n, t in tensors.items() if not n.startswith("layer.")}
+    lengths = arrays.pop("lengths")
+    tables = [arrays.pop(f"table.{index}") for index in range(len(facts["windows"]))]
+    return Snapshot(lengths, tables, states, facts, arrays)
+
+
+def _check(snapshot: Snapshot, pool: BlockPool) -> None:
+    """Raise _Wrong where loading would go wrong, or would give K/V that are not the model's."""
+    facts, size = snapshot.facts, pool.block_size
+    if facts["identity"] != pool.identity():
+        raise _Wrong("it was saved for another model, other weights or other adapters")
+    if facts["block_size"] != size:
+        raise _Wrong(f"its block_size is {facts['block_size']}, the pool's is {size}")
+    if facts["windows"] != [group.window for group in pool.groups]:
+        raise _Wrong(f"its layer groups have windows {facts['windows']}, the pool's have not")
+    lengths = snapshot.lengths
+    if lengths.ndim != 1 or lengths.dtype != np.int64 or (lengths < 0).any():
+        raise _Wrong("its row lengths are not counts")
+    known = {layer for group in pool.groups for layer in group.storage}
+    if not known <= set(snapshot.states) <= set(pool.group_of_layer):
+        raise _Wrong(f"it has layers {sorted(snapshot.states)}, which are not the model's")
+    for index, (group, table) in enumerate(zip(pool.groups, snapshot.tables, strict=True)):
+        shapes = [
+            states.shape
+            for layer, pair in snapshot.states.items()
+            if pool.group_of_layer[layer] == index
+            for states in pair
+        ]
+        if any(len(shape) != 4 or shape[1] != size for shape in shapes):
+            raise _Wrong(f"K/V of the {group} are not [blocks, block_size, kv_heads, head_dim]")
+        blocks = min((shape[0] for shape in shapes), default=0)
+        if table.dtype != np.int64 or table.ndim != 2 or len(table) != len(lengths):
+            raise _Wrong(f"the block table of the {group} does not fit its rows")
+        if (
+            any(shape[0] != blocks for shape in shapes)
+            or not ((table >= -1) & (table < blocks)).all()
+        ):
+            raise _Wrong(f"the block table of the {group} points behind its blocks")
+        stops = -(-lengths // size)
+        if (stops > table.shape[1]).any() or (
+            (table >= 0) & (np.arange(table.shape[1]) >= stops[:, None])
+        ).any():
+            raise _Wrong(f"the block table of the {group} does not end with its rows")
+        if group.window is None and ((table >= 0).sum(1) != stops).any():
+            raise _Wrong(f"the block table of the {group} has holes")
