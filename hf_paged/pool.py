@@ -235,7 +235,7 @@ class BlockPool:
                 "config must be a model's PreTrainedConfig or the model, not "
                 f"{type(config).__name__}."
             )
-        self._model = None if model is None else weakref.ref(model)
+        self._model = model
         self._fingerprint = ModelFingerprint()
         self.config = config.get_text_config(decoder=True)
         self.block_size = block_size
@@ -503,14 +503,7 @@ class BlockPool:
 
     def identity(self) -> str:
         """What K/V depend on besides tokens and extra keys: config, and weights where known."""
-        model = None
-        if self._model is not None:
-            held = self._model()
-            if held is None:
-                raise RuntimeError(
-                    "The model that this pool was made for is gone; make a new pool."
-                )
-            model = self._fingerprint.of(held)
+        model = None if self._model is None else self._fingerprint.of(self._model)
         return json.dumps([config_fingerprint(self.config), model])
 
     def layer_storage(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerStorage:

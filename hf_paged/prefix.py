@@ -11,8 +11,8 @@ Labels are compared token by token, never by a hash alone.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,6 +50,8 @@ class PrefixIndex:
     def __init__(self, groups: Sequence[BlockGroup], block_size: int):
         self._groups, self._size = groups, block_size
         self._roots: dict[Key, Node] = {}
+        # How many nodes hold a block: more than one if a cache was indexed under several keys.
+        self._holds: list[Counter[int]] = [Counter() for _ in groups]
         # All nodes but the roots, the least recently used first. A path is used from its end to
         # its beginning, so a child always comes before its parent.
         self._order: OrderedDict[Node, None] = OrderedDict()
@@ -167,10 +169,13 @@ class PrefixIndex:
                 break
             child = node.children.get(label)
             if child is None:
-                common, child = max(
-                    ((_common(label, c.label), c) for c in node.children.values()),
-                    key=lambda found: found[0],
-                    default=(0, None),
+                common, _, child = max(
+                    (
+                        (_common(label, other.label), sum(b >= 0 for b in other.blocks), other)
+                        for other in node.children.values()
+                    ),
+                    key=lambda found: found[:2],
+                    default=(0, 0, None),
                 )
                 if child is not None and common:
                     path.append(child)
@@ -182,18 +187,22 @@ class PrefixIndex:
         return path, length
 
     def _add(self, parent: Node, label: Label, blocks: list[int]) -> Node:
-        """A node for `label`; one whose tokens are the first of these grows into it."""
+        """A node for `label`; a leaf with the first of these tokens grows into it, unless it has a
+        block that the window of the longer one has let go."""
         for child in parent.children.values():
-            if label[: len(child.label)] == child.label:
+            loses = any(old >= 0 > new for old, new in zip(child.blocks, blocks, strict=True))
+            if label[: len(child.label)] == child.label and not loses:
                 del parent.children[child.label]
-                self._hold(child.blocks, -1)
+                self._let_go(child, range(len(blocks)))
                 child.label, child.blocks = label, blocks
                 break
         else:
             child = Node(label, blocks, parent)
             self._order[child] = None
         parent.children[label] = child
-        self._hold(blocks, 1)
+        for group, block in enumerate(blocks):
+            if block >= 0:
+                self._hold(group, block)
         return child
 
     def _redirect(self, tables: Sequence[np.ndarray], index: int, node: Node) -> None:
@@ -203,7 +212,7 @@ class PrefixIndex:
                 continue
             if known < 0:
                 node.blocks[at] = mine
-                group.retain(np.array([mine]))
+                self._hold(at, mine)
             else:
                 table[index] = known
                 group.retain(np.array([known]))
@@ -223,6 +232,14 @@ class PrefixIndex:
         """
         plan: dict[Node, list[int] | None] = {}
         freed = [0] * len(self._groups)
+        dropped: Counter[tuple[int, int]] = Counter()
+
+        def drop(node: Node, groups: list[int]) -> None:
+            for group in groups:
+                block = node.blocks[group]
+                dropped[group, block] += 1
+                freed[group] += dropped[group, block] == self._holds[group][block]
+
         for node in self._order:
             if enough(freed):
                 return list(plan.items()), freed
@@ -231,15 +248,14 @@ class PrefixIndex:
                 child in plan for child in node.children.values()
             ):
                 plan[node] = None
-                for group in unused:
-                    freed[group] += 1
+                drop(node, unused)
         for node in self._order:
             if enough(freed):
                 break
             if node not in plan:
-                plan[node] = [g for g in self._unused(node) if self._groups[g].window is not None]
-                for group in plan[node] or ():
-                    freed[group] += 1
+                left = [g for g in self._unused(node) if self._groups[g].window is not None]
+                plan[node] = left
+                drop(node, left)
         return list(plan.items()), freed
 
     def _unused(self, node: Node) -> list[int]:
@@ -247,24 +263,26 @@ class PrefixIndex:
         return [
             index
             for index, (group, block) in enumerate(zip(self._groups, node.blocks, strict=True))
-            if block >= 0 and group.ref_counts[block] == 1
+            if block >= 0 and group.ref_counts[block] == self._holds[index][block]
         ]
 
-    def _let_go(self, node: Node, groups: Sequence[int]) -> None:
+    def _hold(self, group: int, block: int) -> None:
+        self._groups[group].retain(np.array([block]))
+        self._holds[group][block] += 1
+
+    def _let_go(self, node: Node, groups: Iterable[int]) -> None:
         for group in groups:
-            self._groups[group].release(np.array([node.blocks[group]]))
-            node.blocks[group] = -1
+            block = node.blocks[group]
+            if block >= 0:
+                self._groups[group].release(np.array([block]))
+                self._holds[group][block] -= 1
+                node.blocks[group] = -1
 
     def _remove(self, node: Node) -> None:
         assert node.parent is not None
         del node.parent.children[node.label], self._order[node]
         node.parent = None
-        self._hold(node.blocks, -1)
-
-    def _hold(self, blocks: Sequence[int], change: int) -> None:
-        for group, block in zip(self._groups, blocks, strict=True):
-            if block >= 0:
-                (group.retain if change > 0 else group.release)(np.array([block]))
+        self._let_go(node, range(len(node.blocks)))
 
 
 def longest_readable(

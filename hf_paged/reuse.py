@@ -60,9 +60,10 @@ def insert_prefix(
     """Index the tokens that a cache holds; see `BlockPool.insert_prefix`."""
     if cache.pool is not pool:
         raise ValueError("The cache is of another pool; insert it into cache.pool.")
+    ids = _ids(sequences)
     tables, columns = cache.known_tables()
     tokens = tables.tokens
-    rows = _rows_of_sequences(len(tokens), sequences, columns, tokens.columns)
+    rows = _rows_of_sequences(len(tokens), ids, columns, tokens.columns)
     if tokens.is_token is not None:
         raise ValueError(
             "The cache has padding behind a token, so its positions are not those of the tokens "
@@ -77,12 +78,11 @@ def insert_prefix(
                 "The attention_mask is not the one that the cache was computed with; pass that of "
                 "the prompts, or none."
             )
-    ids = _ids(sequences)[:, :columns]
     with pool.lock:
         pool.collect()
         return sum(
             pool.index.insert(key, row_ids[is_token].tolist(), [t[row] for t in tables.tables])
-            for row, row_ids, is_token in zip(rows, ids, mask, strict=True)
+            for row, row_ids, is_token in zip(rows, ids[:, :columns], mask, strict=True)
         )
 
 
@@ -191,7 +191,7 @@ def _ids(input_ids: torch.Tensor) -> np.ndarray:
     return input_ids.cpu().numpy()
 
 
-def _rows_of_sequences(rows: int, sequences: torch.Tensor, known: int, columns: int) -> np.ndarray:
+def _rows_of_sequences(rows: int, sequences: np.ndarray, known: int, columns: int) -> np.ndarray:
     """The row of the cache for each of the sequences."""
     count = len(sequences)
     if sequences.shape[1] < known:
