@@ -346,6 +346,9 @@ class BlockPool:
     ) -> int:
         """Index the tokens that a cache holds; what was known before is then stored once.
 
+        The K/V must be those of a prompt on its own: computed by generate or `PagedCache.prefill`,
+        which give a token its position without the padding in front of it.
+
         After beam search the rows of a cache are not the sequences that it returned: their prompts
         are indexed, and no more.
 

@@ -205,6 +205,9 @@ def _check(snapshot: Snapshot, pool: BlockPool) -> None:
     lengths = snapshot.lengths
     if lengths.ndim != 1 or lengths.dtype != np.int64 or (lengths < 0).any():
         raise _Wrong("its row lengths are not counts")
+    for layer, (keys, values) in snapshot.states.items():
+        if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
+            raise _Wrong(f"K and V of layer {layer} do not fit each other")
     known = {layer for group in pool.groups for layer in group.storage}
     if not known <= set(snapshot.states) <= set(pool.group_of_layer):
         raise _Wrong(f"it has layers {sorted(snapshot.states)}, which are not the model's")

@@ -1,0 +1,367 @@
+"""Caches and prefixes outside of their pool: moved out, saved, loaded, and damaged files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ragged_ids, tiny
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import DynamicCache, Qwen3NextConfig
+
+from hf_paged import BlockPool, PagedCache, PoolExhausted
+from hf_paged import snapshot as snapshot_module
+
+ARCHITECTURES = ["llama", "gemma3_text", "mistral"]
+INPUTS = ragged_ids([20, 9])
+
+
+def model_of(architecture: str) -> Any:
+    model = tiny(architecture)
+    model.set_attn_implementation("hf_paged")
+    return model
+
+
+def filled(model: Any, pool: BlockPool) -> tuple[PagedCache, torch.Tensor]:
+    cache = PagedCache(pool=pool)
+    out = model.generate(**INPUTS, past_key_values=cache, max_new_tokens=6)
+    return cache, out
+
+
+def continued(model: Any, cache: Any, out: torch.Tensor) -> torch.Tensor:
+    mask = torch.nn.functional.pad(INPUTS["attention_mask"], (0, 6), value=1)
+    return model.generate(out, attention_mask=mask, past_key_values=cache, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_cache_moves_out_and_in(architecture: str) -> None:
+    model = model_of(architecture)
+    pool = BlockPool(model, block_size=4, num_blocks=20)
+    cache, out = filled(model, pool)
+    expected = continued(model, cache.fork(), out)
+    cache.offload()
+    assert pool.num_used == 0
+    for use in (cache.get_seq_length, cache.report, lambda: cache.crop(-1), lambda: cache.fork()):
+        with pytest.raises(RuntimeError, match=r"restore\(\) it first"):
+            use()
+    with PagedCache(pool=pool) as other:
+        states = torch.zeros(18, model.config.num_key_value_heads, 4, 16)
+        states += torch.arange(18)[:, None, None, None]  # rows that have nothing to share
+        for layer in range(model.config.num_hidden_layers):
+            other.update(states, states, layer)
+        with pytest.raises(PoolExhausted):
+            cache.restore()
+    cache.restore()
+    pool.check()
+    assert torch.equal(continued(model, cache, out), expected)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_saved_cache_goes_on(architecture: str, tmp_path: Path) -> None:
+    model = model_of(architecture)
+    cache, out = filled(model, BlockPool(model.config, block_size=4))
+    cache.save(tmp_path / "cache")
+    loaded = PagedCache.load(tmp_path / "cache", model.config)
+    loaded.pool.check()
+    assert loaded.row_lengths == cache.row_lengths
+    assert loaded.pool.block_size == 4
+    assert torch.equal(continued(model, loaded, out), continued(model, cache, out))
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+def test_padding_between_tokens_is_saved(tmp_path: Path) -> None:
+    model, ids = model_of("llama"), ragged_ids([6, 6])["input_ids"]
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    cache = PagedCache(config=model.config, block_size=4)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        step = {"input_ids": ids[:, :1], "attention_mask": torch.cat([mask, mask[:, :1]], 1)}
+        model(**step, past_key_values=cache)
+        cache.save(tmp_path / "cache")
+        loaded = PagedCache.load(tmp_path / "cache", model.config)
+        step["attention_mask"] = torch.cat([step["attention_mask"], mask[:, :1]], 1)
+        logits = [model(**step, past_key_values=c).logits for c in (cache, loaded)]
+    assert torch.equal(*logits)
+
+
+CHILD = """
+import sys
+sys.path[:0] = ["tests", "."]
+import torch
+from test_snapshot import BlockPool, INPUTS, model_of
+model = model_of(sys.argv[1])
+pool = BlockPool(model, block_size=4)
+assert pool.load_prefixes(sys.argv[2]) == 39
+pool.check()
+cache = pool.match_prefix(**INPUTS)
+assert cache.row_lengths == [19, 8], cache.row_lengths
+out = model.generate(**INPUTS, past_key_values=cache, max_new_tokens=6)
+torch.save(out, sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prefixes_are_known_in_another_process(architecture: str, tmp_path: Path) -> None:
+    model = model_of(architecture)
+    pool = BlockPool(model, block_size=4)
+    cache = PagedCache(pool=pool).prefill(model, **INPUTS)
+    assert pool.insert_prefix(cache, INPUTS["input_ids"]) == 27
+    other = ragged_ids([12], seed=5)["input_ids"]
+    with torch.no_grad(), PagedCache(pool=pool) as more:
+        model(input_ids=other, past_key_values=more)
+        assert pool.insert_prefix(more, other, extra_key=("tenant", 1)) == 12
+    pool.save_prefixes(tmp_path / "prefixes")
+    args = [architecture, str(tmp_path / "prefixes"), str(tmp_path / "out")]
+    subprocess.run([sys.executable, "-c", CHILD, *args], check=True, capture_output=True)
+    expected = model.generate(
+        **INPUTS, past_key_values=DynamicCache(config=model.config), max_new_tokens=6
+    )
+    assert torch.equal(torch.load(tmp_path / "out"), expected)
+    # What is known already is neither loaded twice nor counted.
+    assert pool.load_prefixes(tmp_path / "prefixes") == 0
+    pool.check()
+    with pool.match_prefix(other, extra_key=("tenant", 1)) as found:
+        assert found.row_lengths == [11]
+
+
+def test_the_least_recently_used_is_still_so_after_loading(tmp_path: Path) -> None:
+    model = model_of("llama")
+    pool = BlockPool(model, block_size=4)
+    prompts = [ragged_ids([8], seed=seed)["input_ids"] for seed in range(3)]
+    for ids in prompts:
+        with torch.no_grad(), PagedCache(pool=pool) as cache:
+            model(input_ids=ids, past_key_values=cache)
+            pool.insert_prefix(cache, ids)
+    pool.match_prefix(prompts[0]).free()
+    pool.save_prefixes(tmp_path / "prefixes")
+    small = BlockPool(model, block_size=4, num_blocks=6)
+    assert small.load_prefixes(tmp_path / "prefixes") == 24
+    assert small.evict(2) == 2
+    known = [small.match_prefix(ids).get_seq_length() for ids in prompts]
+    assert known == [7, 0, 7]
+
+
+def test_a_pool_too_small_for_a_file_stays_as_it_is(tmp_path: Path) -> None:
+    model = model_of("llama")
+    pool = BlockPool(model, block_size=4)
+    cache, out = filled(model, pool)
+    pool.insert_prefix(cache, out)
+    pool.save_prefixes(tmp_path / "prefixes")
+    small = BlockPool(model, block_size=4, num_blocks=5)
+    with pytest.raises(PoolExhausted):
+        small.load_prefixes(tmp_path / "prefixes")
+    small.check()
+    assert small.num_free == 5
+
+
+def test_an_empty_index_is_saved_and_loaded(tmp_path: Path) -> None:
+    pool = BlockPool(model_of("llama"))
+    pool.save_prefixes(tmp_path / "prefixes")
+    assert pool.load_prefixes(tmp_path / "prefixes") == 0
+
+
+# Files that must not be taken
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("saved")
+    model = model_of("gemma3_text")
+    pool = BlockPool(model, block_size=4)
+    cache, out = filled(model, pool)
+    pool.insert_prefix(cache, out)
+    cache.save(folder / "cache")
+    pool.save_prefixes(folder / "prefixes")
+    return {"model": model, "cache": folder / "cache", "prefixes": folder / "prefixes"}
+
+
+def load(kind: str, path: Path, model: Any, **kwargs: Any) -> None:
+    if kind == "cache":
+        PagedCache.load(path, model)
+    else:
+        pool = BlockPool(model, **{"block_size": 4, **kwargs})
+        try:
+            pool.load_prefixes(path)
+        finally:
+            pool.check()
+            assert pool.num_used == 0
+
+
+def refusal(kind: str, path: Path, model: Any) -> str | None:
+    try:
+        load(kind, path, model)
+    except (ValueError, PoolExhausted) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("kind", ["cache", "prefixes"])
+def test_another_model_is_refused(saved: dict[str, Any], kind: str) -> None:
+    for other in (
+        tiny("gemma3_text", sliding_window=9),
+        saved["model"].config,  # weights are known to the file, and not to this
+    ):
+        with pytest.raises(ValueError, match="another model, other weights"):
+            load(kind, saved[kind], other)
+    wrong = tiny("gemma3_text")
+    with torch.no_grad():
+        wrong.lm_head.weight += 1
+    with pytest.raises(ValueError, match="another model, other weights"):
+        load(kind, saved[kind], wrong)
+    load(kind, saved[kind], saved["model"])
+
+
+def test_another_block_size_and_kind_are_refused(saved: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="block_size is 4, the pool's is 8"):
+        load("prefixes", saved["prefixes"], saved["model"], block_size=8)
+    with pytest.raises(ValueError, match="holds 'cache', not 'prefixes'"):
+        load("prefixes", saved["cache"], saved["model"])
+    with pytest.raises(FileNotFoundError):
+        load("cache", saved["cache"].with_name("none"), saved["model"])
+
+
+@pytest.mark.parametrize("kind", ["cache", "prefixes"])
+def test_truncated_files_are_refused(saved: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    whole = saved[kind].read_bytes()
+    for length in [0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1]:
+        (tmp_path / "cut").write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="damaged or no file of hf_paged"):
+            load(kind, tmp_path / "cut", saved["model"])
+
+
+@pytest.mark.parametrize("kind", ["cache", "prefixes"])
+def test_a_flipped_bit_loads_or_is_refused(
+    saved: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    """Beyond the K/V themselves, whose bits nothing can check, a flip is refused or harmless."""
+    whole = bytearray(saved[kind].read_bytes())
+    head = 8 + int.from_bytes(whole[:8], "little")
+    random = np.random.default_rng(0)
+    for at in [*random.integers(0, head, 150), *random.integers(head, len(whole), 50)]:
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << int(random.integers(8))
+        (tmp_path / "flipped").write_bytes(flipped)
+        refused = refusal(kind, tmp_path / "flipped", saved["model"])
+        assert refused is None or "cannot be loaded" in refused or "damaged" in refused
+
+
+def tampered(path: Path, target: Path, change: Any) -> Path:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    facts = json.loads(metadata["facts"])
+    change(tensors, facts)
+    save_file(tensors, target, {"format": metadata["format"], "facts": json.dumps(facts)})
+    return target
+
+
+def _set(name: str, value: Any) -> Any:
+    return lambda tensors, facts: tensors.__setitem__(name, value(tensors[name]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("lengths", lambda t: t + 100),
+        _set("lengths", lambda t: -t),
+        _set("lengths", lambda t: t.float()),
+        _set("lengths", lambda t: t[:1]),
+        _set("table.0", lambda t: t + 1000),
+        _set("table.0", lambda t: t - 1000),
+        _set("table.0", lambda t: t[:, :2].contiguous()),
+        _set("table.0", lambda t: torch.full_like(t, -1)),
+        _set("table.1", lambda t: t[None]),
+        _set("table.1", lambda t: t.int()),
+        _set("layer.0.keys", lambda t: t[:1].clone()),
+        _set("layer.0.keys", lambda t: t.flatten(0, 1).clone()),
+        _set("layer.1.values", lambda t: t[:, :, :1].half()),
+        lambda tensors, facts: tensors.pop("layer.0.values"),
+        lambda tensors, facts: tensors.pop("table.1"),
+        lambda tensors, facts: tensors.update({"layer.99.keys": tensors["layer.0.keys"].clone()}),
+        lambda tensors, facts: tensors.update({"layer.../x.keys": torch.zeros(1)}),
+        lambda tensors, facts: facts.update(windows=[None]),
+        lambda tensors, facts: facts.update(block_size=0),
+        lambda tensors, facts: facts.update(block_size="4"),
+        lambda tensors, facts: facts.pop("identity"),
+        lambda tensors, facts: facts.clear(),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cache", "prefixes"])
+def test_a_file_whose_parts_do_not_fit_is_refused(
+    saved: dict[str, Any], kind: str, change: Any, tmp_path: Path
+) -> None:
+    path = tampered(saved[kind], tmp_path / "tampered", change)
+    with pytest.raises(ValueError, match=r"cannot be loaded|damaged"):
+        load(kind, path, saved["model"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("cache", lambda tensors, facts: facts.update(columns=3)),
+        ("cache", lambda tensors, facts: facts.update(columns="20")),
+        ("cache", lambda tensors, facts: facts.pop("known")),
+        ("prefixes", _set("tokens", lambda t: t[1:].clone())),
+        ("prefixes", _set("tokens", lambda t: t.float())),
+        ("prefixes", lambda tensors, facts: tensors.pop("tokens")),
+        ("prefixes", lambda tensors, facts: facts["extra_keys"].pop()),
+        ("prefixes", lambda tensors, facts: facts.update(extra_keys=[1] * 2)),
+    ],
+)
+def test_rows_that_are_not_those_of_the_kind_are_refused(
+    saved: dict[str, Any], kind: str, change: Any, tmp_path: Path
+) -> None:
+    path = tampered(saved[kind], tmp_path / "tampered", change)
+    with pytest.raises(ValueError, match=r"cannot be loaded|damaged"):
+        load(kind, path, saved["model"])
+
+
+def test_a_failed_write_leaves_the_old_file(
+    saved: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = BlockPool(saved["model"], block_size=4)
+    path = tmp_path / "prefixes"
+    path.write_bytes(b"old")
+
+    def full_disk(tensors: Any, name: str, metadata: Any) -> None:
+        Path(name).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot_module, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        pool.save_prefixes(path)
+    assert os.listdir(tmp_path) == ["prefixes"]
+    assert path.read_bytes() == b"old"
+
+
+def test_nothing_but_tokens_is_written(tmp_path: Path) -> None:
+    """Slots behind a row's end still hold what others wrote there; a file must not."""
+    model = model_of("llama")
+    pool = BlockPool(model, block_size=16, num_blocks=2)
+    with torch.no_grad():
+        with PagedCache(pool=pool) as other:
+            model(input_ids=ragged_ids([32], seed=1)["input_ids"], past_key_values=other)
+        cache = PagedCache(pool=pool)
+        model(input_ids=ragged_ids([5])["input_ids"], past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    with safe_open(tmp_path / "cache", framework="pt") as file:
+        keys = file.get_tensor("layer.0.keys")
+    assert keys.shape[0] == 1
+    assert keys[0, :5].any()
+    assert not keys[0, 5:].any()
+
+
+def test_a_cache_with_other_states_is_not_saved(tmp_path: Path) -> None:
+    config = Qwen3NextConfig(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
+    )
+    with pytest.raises(ValueError, match="cannot be saved"):
+        PagedCache(config=config).save(tmp_path / "cache")
