@@ -93,9 +93,9 @@ class LayerStorage:
         # One after the other, so that at most one tensor is held twice. If the second runs out of
         # memory, another try grows what is short.
         if self.padded_keys.shape[0] < num_blocks:
-            self._set(_grown(self.padded_keys, self._dims[0], num_blocks), self.padded_values)
+            self._set(_grown(self.padded_keys, num_blocks), self.padded_values)
         if self.padded_values.shape[0] < num_blocks:
-            self._set(self.padded_keys, _grown(self.padded_values, self._dims[1], num_blocks))
+            self._set(self.padded_keys, _grown(self.padded_values, num_blocks))
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy blocks `source` to `target` (int64 [blocks], on the storage's device)."""
@@ -628,20 +628,12 @@ class BlockPool:
 
     def _empty_blocks(self, group: BlockGroup, new: torch.Tensor, dim: int) -> torch.Tensor:
         shape = (group.capacity, self.block_size, new.shape[1], dim)
-        return _allocate(shape, new.shape[3], self.kv_dtype or new.dtype, new.device)
+        make = torch.empty if dim == new.shape[3] else torch.zeros
+        return make(shape, dtype=self.kv_dtype or new.dtype, device=new.device)
 
 
-def _allocate(
-    shape: tuple[int, ...], head_dim: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Memory for K or V. A token is written before it is read, the zeros behind head_dim never."""
-    make = torch.empty if shape[-1] == head_dim else torch.zeros
-    return make(shape, dtype=dtype, device=device)
-
-
-def _grown(memory: torch.Tensor, head_dim: int, num_blocks: int) -> torch.Tensor:
-    shape = (num_blocks, *memory.shape[1:])
-    grown = _allocate(shape, head_dim, memory.dtype, memory.device)
+def _grown(memory: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    grown = memory.new_zeros((num_blocks, *memory.shape[1:]))
     _bits(grown)[: memory.shape[0]] = _bits(memory)
     return grown
 

@@ -6,7 +6,8 @@ Models and tensors are on the CPU; `flashinfer_emulation` says what stands in fo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import flashinfer_emulation
@@ -17,7 +18,7 @@ from conftest import ragged_ids, tiny
 from flashinfer_emulation import Emulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attention import Case, Layer
+from test_attention import Case
 from test_generate import CASES
 from transformers import (
     AttentionInterface,
@@ -31,7 +32,6 @@ from transformers.masking_utils import sdpa_mask
 import hf_paged.backends
 from examples import small_model
 from hf_paged import BlockPool, PagedCache
-from hf_paged.attention import paged_attention
 from hf_paged.backends import flashinfer as backend
 from hf_paged.transfer import _packed, _views
 
@@ -209,19 +209,19 @@ def test_any_shape(
     ).check()
 
 
-# -- the choice of backend, and what it refuses -----------------------------------------------------
+# -- the choice of backend, and what it refuses ----------------------------------------------------
 
 
 def test_another_dtype_or_head_dim_is_gathered_and_counted() -> None:
-    cases = {
-        "float32, for which FlashInfer has no kernel": {"dtype": torch.float32},
-        "a head_dim of 320, above 256": {"dims": (320, 320)},
+    models = {
+        "float32, for which FlashInfer has no kernel": tiny("llama"),
+        "a head_dim of 320, above 256": tiny("llama", head_dim=320).to(BF16),
     }
-    for reason, options in cases.items():
-        case = FlashInferCase([3, 20], 2, **options)
-        with pytest.raises(AssertionError):  # the case says that nothing may be gathered
-            case.attend()
-        assert case.cache.report().dense_calls == {reason: 1}
+    for reason, model in models.items():
+        model.set_attn_implementation("hf_paged")
+        cache = PagedCache(config=model.config, backend="flashinfer")
+        model.generate(**ragged_ids([9, 5]), past_key_values=cache, max_new_tokens=2)
+        assert cache.report().dense_calls == {reason: 4 * 2}
 
 
 def test_storage_of_another_backend_is_gathered_and_counted() -> None:
@@ -293,7 +293,7 @@ def test_a_step_is_planned_once_for_all_its_layers(emulation: Emulation) -> None
     plans = emulation.order
     for kind in ("prefill", "decode"):
         buffers = [buffer for name, buffer in plans if name == kind]
-        assert all(one != other for one, other in zip(buffers, buffers[1:], strict=False))
+        assert all(one != other for one, other in itertools.pairwise(buffers))
         assert len(set(buffers)) <= 4  # two at a time, in turn
 
 
