@@ -14,7 +14,7 @@ import flashinfer_emulation
 import numpy as np
 import pytest
 import torch
-from conftest import ragged_ids, tiny
+from conftest import TINY, ragged_ids, tiny
 from flashinfer_emulation import Emulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,7 +50,10 @@ def emulation() -> Iterator[Emulation]:
         patch.setattr(hf_paged.backends._FLASHINFER, "unavailable", lambda device: None)
         AttentionInterface.register(EXACT, exact_attention)
         AttentionMaskInterface.register(EXACT, full_mask)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # for many small tensors
         yield emulation
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -361,31 +364,195 @@ def both(model: PreTrainedModel, tolerance: float = 0.0, **kwargs: Any) -> Paged
 
 @pytest.fixture(scope="module")
 def low() -> Any:
-    """SmolLM2-135M-Instruct in bfloat16 (9 heads, 3 K/V heads), and its tokenizer."""
-    return small_model.load(dtype=BF16)
+    """The first layers of SmolLM2-135M-Instruct in bfloat16 (9 and 3 heads), and its tokenizer."""
+    model, tokenizer = small_model.load(dtype=BF16)
+    return first_layers(model, 4), tokenizer
+
+
+def first_layers(model: Any, layers: int) -> Any:
+    model = copy.deepcopy(model)
+    model.model.layers = model.model.layers[:layers]
+    model.config.num_hidden_layers, model.config.layer_types = layers, None
+    return model
 
 
 @pytest.fixture(scope="module")
 def prompts(low: Any, text: str) -> dict[str, torch.Tensor]:
-    """Eight prompts of 5 to 256 tokens, padded on the left."""
-    _, tokenizer = low
-    ids = tokenizer(text[:20000]).input_ids
-    lengths = [5, 256, 31, 17, 64, 16, 128, 48]
-    pieces = [ids[100 * i : 100 * i + n] for i, n in enumerate(lengths)]
-    return tokenizer.pad({"input_ids": pieces}, return_tensors="pt")
+    """Prompts of 5, 17 and 64 tokens, padded on the left."""
+    ids = low[1](text[:20000]).input_ids
+    pieces = [ids[100 * i : 100 * i + n] for i, n in enumerate([5, 17, 64])]
+    return low[1].pad({"input_ids": pieces}, return_tensors="pt")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_real_model(low: Any, prompts: Any, name: str) -> None:
-    model, _ = low
-    prompts = {key: value[::3, -64:] for key, value in prompts.items()}
-    both(model, **prompts, **CASES[name])
+def test_every_way_of_generate(low: Any, prompts: Any, name: str) -> None:
+    both(low[0], **prompts, **CASES[name])
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    "model_type", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"]
-)
+@pytest.mark.parametrize("name", ["greedy", "beams", "chunked prefill"])
+@pytest.mark.parametrize("model_type", TINY)
 def test_architectures(model_type: str, name: str) -> None:
+    """Windows, softcaps, sinks, chunks; prompts that are longer than a window or a chunk."""
     model = tiny(model_type).to(BF16)
-    both(model, **ragged_ids([30, 11, 3]), **CASES[name])
+    both(model, **ragged_ids([30, 11, 3]), **{**CASES[name], "max_new_tokens": 10})
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 1, 80), (7, 1, 96), (4, 4, 128), (8, 2, 16)], ids=str
+)  # heads, kv_heads, head_dim
+def test_groups_and_head_dims(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    heads, kv_heads, dim = shape
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim}
+    model = tiny("llama", num_hidden_layers=2, hidden_size=8 * heads, **sizes).to(dtype)
+    cache = both(model, **ragged_ids([20, 9]))
+    # What a DynamicCache would hold is not padded.
+    row = 2 * 2 * kv_heads * dim * 2
+    assert cache.report().dense_bytes == 2 * cache.get_seq_length() * row
+
+
+def test_prompt_lookup(low: Any, text: str) -> None:
+    ids = low[1](text[:2000], return_tensors="pt").input_ids[:, :40]
+    both(
+        low[0],
+        input_ids=torch.cat([ids, ids], dim=1),
+        prompt_lookup_num_tokens=4,
+        max_new_tokens=16,
+    )
+
+
+@pytest.mark.parametrize("layers", [4, 3], ids=["all accepted", "some accepted"])
+def test_assisted_decoding(low: Any, text: str, layers: int) -> None:
+    ids = low[1](text[300:700], return_tensors="pt").input_ids
+    both(
+        low[0],
+        input_ids=ids,
+        assistant_model=first_layers(low[0], layers),
+        max_new_tokens=12,
+    )
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "llama4_text"])
+def test_padding_between_tokens(model_type: str) -> None:
+    """A batch that goes on with more left-padded text: windows and chunks then are irregular."""
+    model = tiny(model_type).to(BF16)
+    outs = []
+    caches = [
+        PagedCache(config=model.config, backend="flashinfer"),
+        DynamicCache(config=model.config),
+    ]
+    for cache in caches:
+        inputs = ragged_ids([9, 5, 14])
+        for lengths in ([3, 6, 1], [7, 2, 4]):
+            out = generate(model, cache, **inputs, max_new_tokens=5)
+            grown = out.sequences.shape[1] - inputs["attention_mask"].shape[1]
+            more = ragged_ids(lengths, seed=1)
+            mask = torch.nn.functional.pad(inputs["attention_mask"], (0, grown), value=1)
+            inputs = {
+                "input_ids": torch.cat([out.sequences, more["input_ids"]], dim=1),
+                "attention_mask": torch.cat([mask, more["attention_mask"]], dim=1),
+            }
+        outs.append(out)
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    for mine, theirs in zip(outs[0].logits, outs[1].logits, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0, rtol=0)
+    assert caches[0].report().dense_calls == {}
+
+
+def test_8_bit_keys_and_values_of_a_model() -> None:
+    """Close to the model's own, and no closer than 8 bits allow."""
+    model = tiny("llama").to(BF16)
+    inputs = ragged_ids([20, 9])
+    expected = generate(model, DynamicCache(config=model.config), **inputs, max_new_tokens=1)
+    pool = BlockPool(model.config, kv_dtype=E4M3)
+    cache = PagedCache(pool=pool, backend="flashinfer")
+    found = generate(model, cache, **inputs, max_new_tokens=1)
+    assert cache.report().dense_calls == {}
+    error = (found.logits[0] - expected.logits[0]).abs().max() / expected.logits[0].abs().max()
+    assert 1e-3 < error < 0.2
+    assert cache.report().bytes == 2 * 3 * 16 * 4 * 2 * 64  # 1 byte of K and V, padded to 64
+
+
+# -- a shared beginning is read once ---------------------------------------------------------------
+
+
+@pytest.fixture
+def cascade(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models read too little for a cascade to pay."""
+    monkeypatch.setattr(backend, "CASCADE_MIN_BYTES", 1)
+    monkeypatch.setattr(backend, "CASCADE_MIN_SHARE", 0)
+
+
+def cascade_steps(runs: list[Any]) -> int:
+    return sum(kind == "prefill" and not plan.is_causal for kind, plan in runs)
+
+
+@pytest.mark.parametrize("kwargs", [CASES["beams"], CASES["return sequences"]], ids=str)
+def test_beams_and_samples_read_their_prompt_once(
+    cascade: None, emulation: Emulation, kwargs: dict[str, Any]
+) -> None:
+    model, inputs = tiny("llama").to(F16), ragged_ids([70, 40])
+    expected = generate(model, DynamicCache(config=model.config), **inputs, **kwargs)
+    cache = PagedCache(config=model.config, backend="flashinfer")
+    found = generate(model, cache, **inputs, **kwargs)
+    # Merging rounds once more than a single pass.
+    for mine, theirs in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0.06, rtol=0)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert cascade_steps(emulation.runs) == emulation.merges == 4 * 7
+    shared = next(plan for kind, plan in emulation.runs if kind == "prefill" and not plan.is_causal)
+    assert shared.indptr.tolist() == [0, 4, 6]  # the whole blocks of the two prompts
+    assert shared.qo_indptr.tolist() == [0, found.logits[1].shape[0] // 2, found.logits[1].shape[0]]
+
+
+def forked(prompt: int, rows: int, new: list[int]) -> FlashInferCase:
+    """One row of `prompt` tokens forked to `rows`, each of which has a few tokens of its own."""
+    case = FlashInferCase([prompt] * (3 * rows), 1, block_size=4)
+    case.cache._batch.crop(1)
+    case.cache.batch_select_indices(torch.zeros(rows))
+    case.past, case.new = [prompt] * rows, 1
+    case.query = torch.randn(rows, 6, 1, 16).to(BF16)
+    more = max(new) + 1
+    for name in ("keys", "values"):
+        own = torch.randn(rows, 2, more, 16).to(BF16)
+        states = getattr(case, name)[:1, :, :prompt].expand(rows, -1, -1, -1)
+        setattr(case, name, torch.cat([states, own], dim=2))
+    case.tokens = torch.ones(rows, prompt + more, dtype=torch.bool)
+    for row, count in enumerate(new):
+        case.tokens[row, prompt : prompt + max(new) - count] = False
+    if max(new):
+        case._append(prompt, prompt + max(new))
+    case.views = case._append(prompt + max(new), prompt + more)
+    return case
+
+
+@pytest.mark.parametrize("prompt", [5, 7, 8, 30])
+@pytest.mark.parametrize("new", [[0, 0], [1, 4, 0], [9, 2, 3, 3]], ids=str)
+def test_a_cascade_is_exact(
+    cascade: None, emulation: Emulation, prompt: int, new: list[int]
+) -> None:
+    case = forked(prompt, len(new), new)
+    case.check()
+    case.check(s_aux=torch.randn(6), softcap=2.0)
+    assert emulation.merges == 2
+
+
+def test_when_a_cascade_pays(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = forked(30, 4, [1, 2, 3, 4])
+    case.check()
+    assert emulation.merges == 0  # a few KiB are saved
+    saved = 3 * 28 * 2 * 2 * 64 * 2  # rows, tokens, K and V, heads, padded head_dim, bytes
+    for limit, merges in ((saved, 1), (saved + 1, 0)):
+        monkeypatch.setattr(backend, "CASCADE_MIN_BYTES", limit)
+        emulation.merges = 0
+        case.views = case._append(case.keys.shape[2] - 1, case.keys.shape[2])  # a new step
+        case.attend()
+        assert emulation.merges == merges
+
+
+def test_no_cascade_through_a_window(cascade: None, emulation: Emulation) -> None:
+    """A window counts from the end of what a pass reads."""
+    model = tiny("gemma2").to(BF16)
+    both(model, 0.15, **ragged_ids([40]), **CASES["beams"])
+    # Only the two layers with full attention, in each step but the first.
+    assert cascade_steps(emulation.runs) == emulation.merges == 2 * 7

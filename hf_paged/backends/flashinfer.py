@@ -44,7 +44,7 @@ TURNS = 2
 # K/V bytes that a layer must not read twice for a cascade to pay: at some TB/s they take as long as
 # the two launches that it adds.
 CASCADE_MIN_BYTES = 32 << 20
-CASCADE_MIN_SHARE = 0.5  # ... and their share of all that is read
+CASCADE_MIN_SHARE = 0.25  # ... and their share of all that is read without one
 MERGE_MAX_ELEMENTS = 8192  # heads * head_dim that the merge kernel has threads for
 
 
