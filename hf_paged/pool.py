@@ -89,6 +89,7 @@ class LayerStorage:
         """Bytes that K and V would take without the zeros behind each head."""
         return (self.keys.numel() + self.values.numel()) * self.keys.itemsize
 
+    @torch.inference_mode(False)  # what is made in inference mode could be written nowhere else
     def grow(self, num_blocks: int) -> None:
         # One after the other, so that at most one tensor is held twice. If the second runs out of
         # memory, another try grows what is short.
@@ -567,6 +568,7 @@ class BlockPool:
                 )
         return storage
 
+    @torch.inference_mode(False)
     def _make_storage(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, stored_dims: tuple[int, int]
     ) -> LayerStorage:

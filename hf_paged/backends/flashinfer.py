@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import threading
 from collections import deque
 from functools import cache
@@ -376,6 +377,7 @@ class _Turn:
 class _Stream:
     """What is kept for one stream of a device: a workspace, and wrappers that take turns."""
 
+    @torch.inference_mode(False)  # what is made in inference mode could be written nowhere else
     def __init__(self, device: torch.device):
         self._device = device
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -400,6 +402,7 @@ class _Stream:
     def give_back(self, kind: str, turn: _Turn) -> None:
         self._idle[kind].append(turn)
 
+    @torch.inference_mode(False)
     def _make(self, kind: str) -> Any:
         import flashinfer
 
@@ -495,7 +498,7 @@ def _merge(
 def _with_sinks(out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor) -> torch.Tensor:
     """Let a sink take its share of the softmax of each head; the LSE is to base 2."""
     assert lse is not None
-    share = torch.sigmoid(lse * np.log(2.0) - sinks.float())
+    share = torch.sigmoid(lse * math.log(2) - sinks.float())
     return (out * share[..., None]).to(out.dtype)
 
 
