@@ -416,12 +416,19 @@ def install(patch: pytest.MonkeyPatch) -> Emulation:
     patch.setattr(prefill, "_gen_batch_prefill_primary_module", prefill_spec)
     patch.setattr(prefill, "_gen_batch_prefill_independent_paged_module", no_spec)
     patch.setattr(cascade, "gen_cascade_module", lambda: _Spec(CascadeModule(emulation)))
+    clear_modules()
+    empty = torch.empty
+    patch.setattr(torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
+    return emulation
+
+
+def clear_modules() -> None:
+    """Have FlashInfer load its modules anew."""
+    from flashinfer import cascade, decode, prefill
+
     for cached in (
         decode.get_batch_decode_module,
         prefill.get_batch_prefill_module,
         cascade.get_cascade_module,
     ):
         cached.cache_clear()
-    empty = torch.empty
-    patch.setattr(torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
-    return emulation
