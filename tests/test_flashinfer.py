@@ -134,6 +134,8 @@ def test_head_dims_are_padded(dims: tuple[int, int], new: int) -> None:
     storage = case.cache.pool.groups[0].storage[0]
     assert storage.padded_keys.shape[3] == min(d for d in (64, 128, 256) if d >= max(dims))
     assert (storage.keys.shape[3], storage.values.shape[3]) == dims
+    storage.grow(100)
+    assert not storage.padded_keys[..., dims[0] :].any()  # the kernels multiply by these
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 5, 16, 256])
@@ -324,6 +326,33 @@ def test_a_step_without_tokens() -> None:
     case.cache.reset()
     case.views = case._append(0, 2)
     assert not case.attend().any()
+
+
+def test_layers_on_several_devices() -> None:
+    """Blocks, index arrays and workspaces are per device; "meta" stands for a second GPU."""
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, hidden_size=32)
+    cache = PagedCache(config=config, block_size=4, backend="flashinfer")
+    states = torch.randn(1, 2, 7, 16).to(BF16)
+
+    def update(cache: PagedCache, columns: slice) -> None:
+        for layer, device in enumerate(["cpu", "meta"]):
+            new = states[:, :, columns].to(device)
+            group = cache.update(new, new, layer)[0].pages.group
+            slots = group.slots(new.device)
+            assert slots.device.type == device
+            assert group.slots(new.device) is slots
+
+    update(cache, slice(0, 6))
+    fork = cache.fork()
+    update(fork, slice(6, 7))  # writes to a copy of the last block, on both devices
+    update(cache, slice(0, 1))
+    assert torch.equal(fork.layers[0].keys, states)
+    assert torch.equal(cache.layers[0].keys[:, :, 6:], states[:, :, :1])
+    assert cache.pool.stats()["copies"] == 1
+    storage = cache.pool.groups[0].storage
+    assert [storage[layer].keys.device.type for layer in range(2)] == ["cpu", "meta"]
+    streams = [hf_paged.backends._FLASHINFER._stream(torch.device(d)) for d in ("cpu", "meta")]
+    assert [stream._workspace.device.type for stream in streams] == ["cpu", "meta"]
 
 
 def test_packed_arrays_are_what_they_were() -> None:
