@@ -40,8 +40,8 @@ MIN_CAPABILITY = (8, 0)
 # From this many query heads a K/V head on, decoding on tensor cores wins.
 TENSOR_CORE_GROUP = 4
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's advice; partial results of rows that it splits
-# Wrappers of a kind in turn: a plan is copied to the device from host memory that its wrapper owns.
-TURNS = 2
+# Wrappers of a kind on a stream; the host gets about so many plans ahead of the device.
+MAX_WRAPPERS = 4
 # K/V bytes that a layer must not read twice for a cascade to pay: at some TB/s they take as long as
 # the two launches that it adds.
 CASCADE_MIN_BYTES = 32 << 20
@@ -357,7 +357,11 @@ class _Pass:
 
 
 class _Turn:
-    """A wrapper, and when the device has taken its last plan."""
+    """A wrapper, and whether its last plan is on the device.
+
+    A plan is copied to the device from host memory that its wrapper owns, so the next one must not
+    be made before that copy is done.
+    """
 
     def __init__(self, wrapper: Any, device: torch.device):
         self.wrapper = wrapper
@@ -368,8 +372,11 @@ class _Turn:
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
 
+    def is_copied(self) -> bool:
+        return self._copied is None or self._copied.query()
+
     def wait(self) -> None:
-        """Until a new plan may be written over the last one."""
+        """Wait until the plan is copied."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -388,10 +395,13 @@ class _Stream:
         self._made = dict.fromkeys(self._idle, 0)
 
     def take(self, kind: str) -> _Turn:
-        """A wrapper that no plan uses, the one whose last plan is the oldest."""
+        """A wrapper that no plan uses and whose last plan is on the device, made if there is none.
+
+        Of MAX_WRAPPERS, the one whose last plan is the oldest is waited for.
+        """
         with self.lock:
             idle = self._idle[kind]
-            if idle and self._made[kind] >= TURNS:
+            if idle and (idle[0].is_copied() or self._made[kind] >= MAX_WRAPPERS):
                 turn = idle.popleft()
             else:
                 turn = _Turn(self._make(kind), self._device)
