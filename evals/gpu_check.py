@@ -358,20 +358,20 @@ def beams(model: LlamaForCausalLM, tokens: int = 4096, new: int = 32) -> Iterato
     ids = torch.randint(5, 30_000, (1, tokens), device=DEVICE)
     options = {"num_beams": 8, "max_new_tokens": new, "do_sample": False}
     minimum = backend.CASCADE_MIN_BYTES
-    for name, limit in (
-        ("PagedCache", minimum),
-        ("PagedCache, always a cascade", 1),
-        ("PagedCache, never a cascade", 1 << 60),
-        ("DynamicCache, sdpa", minimum),
+    for way, note, limit in (
+        ("PagedCache", "", minimum),
+        ("PagedCache", ", always a cascade", 1),
+        ("PagedCache", ", never a cascade", 1 << 60),
+        ("DynamicCache, sdpa", "", minimum),
     ):
         backend.CASCADE_MIN_BYTES = limit
-        attention, make = ways(model, tokens)[name.partition(", a")[0].partition(", n")[0]]
+        attention, make = ways(model, tokens)[way]
         model.set_attn_implementation(attention)
 
         def run(make: Callable[[], Any] = make) -> None:
             model.generate(input_ids=ids, past_key_values=make(), **options)
 
-        yield {"case": name, **timed(run)}
+        yield {"case": way + note, **timed(run)}
     backend.CASCADE_MIN_BYTES = minimum
 
 

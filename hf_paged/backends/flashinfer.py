@@ -10,7 +10,9 @@ Rows that begin with the same blocks (beams, samples) read those once: one pass 
 blocks with the queries of all rows, one over the rest, merged by log-sum-exp (cascade inference;
 Ye et al., "FlashInfer", 2025; Juravsky et al., "Hydragen", 2024).
 
-Nothing here reads from the device, so that the host can run ahead of it.
+New K/V are in the blocks before attention runs: the pool writes them by index, as FlashInfer's own
+append takes some head dims only and cannot leave a token out. Nothing here reads from the device,
+so that the host can run ahead of it.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class FlashInferBackend:
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why FlashInfer does not run on `device`, or None if it does."""
-        if device.type != "cuda":
+        if device.type != "cuda" or torch.version.hip is not None:
             return f"FlashInfer needs CUDA, and the K/V are on {device.type}"
         return _unavailable(device)
 
