@@ -21,10 +21,11 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ class Case:
 RAGGED = (0, 1, 17, 300, 1500, 33)
 CASES = [
     *(Case(RAGGED, new) for new in (1, 5, 200)),
+    Case(RAGGED, 1, heads=(32, 32)),
     *(Case(RAGGED, new, heads=(9, 3), dim=64) for new in (1, 40)),
     *(Case(RAGGED, new, heads=(7, 1), dim=80) for new in (1, 40)),
     *(Case(RAGGED, new, heads=(10, 2), dtype=F16) for new in (1, 40)),
@@ -299,11 +301,13 @@ def filled(model: LlamaForCausalLM, cache: Any, lengths: list[int]) -> Any:
     return cache
 
 
-def ways(model: LlamaForCausalLM, columns: int) -> dict[str, tuple[str, Callable[[], Any]]]:
+def ways(
+    model: LlamaForCausalLM, columns: int, num_blocks: int | None = None
+) -> dict[str, tuple[str, Callable[[], Any]]]:
     """Name -> (attention implementation, how to make the cache)."""
     config = model.config
     found: dict[str, tuple[str, Callable[[], Any]]] = {
-        "PagedCache": ("hf_paged", lambda: PagedCache(config=config)),
+        "PagedCache": ("hf_paged", lambda: PagedCache(config=config, num_blocks=num_blocks)),
         "DynamicCache, sdpa": ("sdpa", lambda: DynamicCache(config=config)),
         "StaticCache, sdpa": ("sdpa", lambda: StaticCache(config=config, max_cache_len=columns)),
     }
@@ -313,9 +317,15 @@ def ways(model: LlamaForCausalLM, columns: int) -> dict[str, tuple[str, Callable
     return found
 
 
+def blocks(lengths: list[int], new: int) -> int:
+    """Blocks of 16 tokens that rows of these lengths need for `new` tokens more."""
+    return sum(-(-(length + new) // 16) for length in lengths)
+
+
 def decode_steps(model: LlamaForCausalLM, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
     ids = torch.ones(rows, 1, dtype=torch.long, device=DEVICE)
-    for name, (attention, make) in ways(model, tokens + 32).items():
+    num_blocks = blocks([tokens] * rows, 32)
+    for name, (attention, make) in ways(model, tokens + 32, num_blocks).items():
         model.set_attn_implementation(attention)
         free_memory()
         cache = None
@@ -394,11 +404,11 @@ def timed(run: Callable[[], Any]) -> dict[str, Any]:
 def largest_batches(model: LlamaForCausalLM) -> Iterator[dict[str, Any]]:
     """The most ragged rows (256 to 8,192 tokens) with which a decode step runs."""
     for name in ("PagedCache", "DynamicCache, sdpa"):
-        attention, make = ways(model, 0)[name]
-        model.set_attn_implementation(attention)
 
-        def fits(rows: int, make: Callable[[], Any] = make) -> bool:
+        def fits(rows: int, name: str = name) -> bool:
             lengths = [256 + 1021 * i % 7937 for i in range(rows)]
+            attention, make = ways(model, 0, blocks(lengths, 1))[name]
+            model.set_attn_implementation(attention)
             ids = torch.ones(rows, 1, dtype=torch.long, device=DEVICE)
             free_memory()
             try:
@@ -420,6 +430,19 @@ def largest(fits: Callable[[int], bool], start: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def collected(rows: Iterable[dict[str, Any]]) -> Rows:
+    """All rows; if one fails, those in front of it and what was wrong."""
+    found: Rows = []
+    try:
+        for row in rows:
+            found.append(row)
+    except Exception as error:
+        what = f"failed: {type(error).__name__}: {error}".splitlines()[0]
+        columns = found[0] if found else {"case": ""}
+        found.append({**dict.fromkeys(columns, ""), "case": what})
+    return found
 
 
 def free_memory() -> None:
@@ -472,7 +495,7 @@ def main(arguments: argparse.Namespace) -> int:
         sys.exit("gpu_check needs a CUDA device; --prebuild builds its kernels without one.")
     results: dict[str, Rows] = {}
     with torch.no_grad():
-        results[CORRECTNESS] = list(tqdm(correctness(), total=len(CASES), unit="case"))
+        results[CORRECTNESS] = collected(tqdm(correctness(), total=len(CASES), unit="case"))
         bandwidth = copy_bandwidth()
         free_memory()
         results["Decode attention"] = [
@@ -483,15 +506,15 @@ def main(arguments: argparse.Namespace) -> int:
         free_memory()
         model = random_llama(32, 4096, (32, 8))
         parts = {
-            "Decode step, shape of Llama 3 8B": lambda: [
-                row for shape in ((1, 512), (64, 4096)) for row in decode_steps(model, *shape)
-            ],
+            "Decode step, shape of Llama 3 8B": lambda: itertools.chain(
+                decode_steps(model, 1, 512), decode_steps(model, 64, 4096)
+            ),
             "generate, 8 ragged prompts of 64 to 2,000 tokens, 64 new": lambda: generates(model),
             "8 beams on 4,096 tokens, 32 new": lambda: beams(model),
             "Largest batch of 256 to 8,192 tokens": lambda: largest_batches(model),
         }
         for title, rows in tqdm(parts.items(), unit="part"):
-            results[title] = list(rows())
+            results[title] = collected(rows())
     facts = {
         **machine_facts(),
         "gpu": torch.cuda.get_device_name(),
@@ -499,7 +522,7 @@ def main(arguments: argparse.Namespace) -> int:
         "copy GB/s": round(bandwidth / 1e9),
     }
     write_results(arguments.out, "gpu_check", "CUDA backend", facts, results)
-    return int(not all(row["ok"] for row in results[CORRECTNESS]))
+    return int(not all(row.get("ok") for row in results[CORRECTNESS]))
 
 
 if __name__ == "__main__":

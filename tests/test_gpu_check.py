@@ -86,6 +86,18 @@ def test_every_way_runs_on_a_small_model() -> None:
     assert all(row["s"] > 0 for row in rows)
 
 
+def test_a_failure_keeps_the_rows_in_front_of_it() -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"case": "a", "ms": 1.0}
+        raise ValueError("no kernel\nand more")
+
+    found = gpu_check.collected(rows())
+    assert found == [
+        {"case": "a", "ms": 1.0},
+        {"case": "failed: ValueError: no kernel", "ms": ""},
+    ]
+
+
 def test_the_largest_that_fits() -> None:
     for limit in (0, 1, 7, 8, 9, 100):
         found = gpu_check.largest(lambda n, limit=limit: n <= limit, 8)

@@ -92,8 +92,7 @@ class FlashInferBackend:
         return self._failures.get(_geometry(call)) or self._plan_failure(call)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        stream = self._stream(call.query.device)
-        return _plan_of(call, stream).run(call, stream)
+        return _plan_of(call, self._stream(call.query.device)).run(call)
 
     def _stream(self, device: torch.device) -> _Stream:
         """What wrappers on the current stream of `device` share."""
@@ -269,7 +268,7 @@ class _Plan:
             pages = _block_pages(group, requests.row, requests.first, requests.stop)
         self._passes.append(_Pass(call, stream, requests, pages))
 
-    def run(self, call: AttentionCall, stream: _Stream) -> torch.Tensor:
+    def run(self, call: AttentionCall) -> torch.Tensor:
         value_dim = call.values.shape[2]
         if not self._passes:
             return call.query.new_empty((0, call.query.shape[1], value_dim))
@@ -286,9 +285,9 @@ class _Plan:
                 )
             )
         has_lse = call.sinks is not None or len(self._passes) > 1
-        out, lse = self._passes[0].run(query, memory, stream, has_lse)
+        out, lse = self._passes[0].run(query, memory, has_lse)
         for other in self._passes[1:]:
-            out, lse = _merge(out, lse, *other.run(query, memory, stream, has_lse))
+            out, lse = _merge(out, lse, *other.run(query, memory, has_lse))
         if call.sinks is not None:
             out = _with_sinks(out, lse, call.sinks)
         return out[..., :value_dim]
@@ -305,7 +304,6 @@ class _Pass:
         pages: _Pages,
         is_causal: bool = True,
     ):
-        self._wrapper: Any = None
         heads, kv_heads = call.query.shape[1], call.keys.shape[1]
         kv_dtype = call.storage.keys.dtype if call.group.stores_all else call.query.dtype
         dim = call.storage.padded_keys.shape[3]
@@ -320,23 +318,20 @@ class _Pass:
         starts, indptr, indices, last = pinned(
             [requests.query_starts.astype(np.int32), *pages[1:]], call.query.device
         )
-        self._page_size = pages.size
-        self._is_decode = requests.is_decode and is_causal
-        if self._is_decode:
-            group_size = heads // kv_heads
-            self._kind = "tensor cores" if group_size >= TENSOR_CORE_GROUP else "decode"
-        else:
+        if not requests.is_decode or not is_causal:
             self._kind = "prefill"
-        self._stream = stream
-        turn = stream.take(self._kind)
-        self._turn = turn
-        if self._is_decode:
-            turn.wrapper.plan(indptr, indices, last, *geometry, pages.size, **options)
+        elif heads // kv_heads >= TENSOR_CORE_GROUP:
+            self._kind = "tensor cores"
         else:
-            turn.wrapper.plan(
-                starts, indptr, indices, last, *geometry, pages.size, causal=is_causal, **options
-            )
-        turn.planned()
+            self._kind = "decode"
+        self._stream, self._page_size = stream, pages.size
+        self._turn = stream.take(self._kind)
+        plan = self._turn.wrapper.plan
+        if self._kind == "prefill":
+            plan(starts, indptr, indices, last, *geometry, pages.size, causal=is_causal, **options)
+        else:
+            plan(indptr, indices, last, *geometry, pages.size, **options)
+        self._turn.planned()
 
     def __del__(self) -> None:
         turn = getattr(self, "_turn", None)
@@ -344,17 +339,13 @@ class _Pass:
             self._stream.give_back(self._kind, turn)
 
     def run(
-        self,
-        query: torch.Tensor,
-        memory: tuple[torch.Tensor, ...],
-        stream: _Stream,
-        has_lse: bool,
+        self, query: torch.Tensor, memory: tuple[torch.Tensor, ...], has_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[tokens, heads, dim] and, where asked for, the LSE to base 2, float32 [tokens, heads]."""
         if self._page_size == 1:
             memory = tuple(m.flatten(0, 1)[:, None] for m in memory)
-        with stream.lock:  # the workspace is for one caller at a time
-            out = self._turn.wrapper.run(query, tuple(memory), return_lse=has_lse)
+        with self._stream.lock:  # the workspace is for one caller at a time
+            out = self._turn.wrapper.run(query, memory, return_lse=has_lse)
         return out if has_lse else (out, None)
 
 
