@@ -281,6 +281,25 @@ def test_flashinfer_by_name_is_refused_where_it_cannot_run(monkeypatch: pytest.M
         PagedCache(config=config, backend="flashinfer")
 
 
+def test_auto_is_flashinfer_on_cuda_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hf_paged.backends._FLASHINFER
+    cuda = torch.device("cuda", 0)
+    assert hf_paged.backends.backend_for("auto", cuda) is found
+    assert hf_paged.backends.backend_for("auto", torch.device("cpu")).name == "cpu"
+    monkeypatch.delattr(found, "unavailable")
+    for capability, reason in (((9, 0), None), ((7, 5), "the GPU is older than FlashInfer's")):
+        backend._unavailable.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        chosen = hf_paged.backends.backend_for("auto", cuda)
+        assert chosen is found if reason is None else chosen.startswith(reason)
+    backend._unavailable.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "not installed" in hf_paged.backends.backend_for("auto", cuda)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "needs CUDA" in hf_paged.backends.backend_for("auto", cuda)
+    backend._unavailable.cache_clear()
+
+
 # -- plans -----------------------------------------------------------------------------------------
 
 
