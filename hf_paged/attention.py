@@ -197,8 +197,8 @@ def _plan(
         extras: what no paged backend does, by name, and whether the call asks for it.
     """
     backend = backend_for(pages.backend, query.device)
-    if backend is None:
-        return "no paged backend for this device"
+    if isinstance(backend, str):
+        return backend
     for name, is_asked in extras.items():
         if is_asked:
             return name

@@ -14,6 +14,7 @@ import weakref
 import numpy as np
 import torch
 
+from .backends import backend_for
 from .pool import BlockPool
 from .sharing import Sharing, find_sharing
 from .snapshot import Snapshot
@@ -130,7 +131,7 @@ class Batch:
         self._check_usable()
         _check_states(layer, keys, values)
         # First the storage, so that K/V of a wrong kind take no block.
-        storage = self.pool.layer_storage(layer, keys, values)
+        storage = self.pool.layer_storage(layer, keys, values, self._stored_dims)
         if layer in self._behind or layer in self._idle:
             step = self._continue_step(layer, keys)
         else:
@@ -141,7 +142,11 @@ class Batch:
             if self._sharing is not None:
                 self._part(self._sharing.differing(step, new_keys, new_values))
             group = self._group_steps[self.pool.group_of_layer[layer]]
-            storage.write(group.slots, group.keep_written(new_keys), group.keep_written(new_values))
+            storage.write(
+                group.slots(keys.device),
+                group.keep_written(new_keys),
+                group.keep_written(new_values),
+            )
         except BaseException:
             self._roll_back(step)
             raise
@@ -159,6 +164,12 @@ class Batch:
             self.calls,
             self.backend,
         )
+
+    def _stored_dims(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int]:
+        """The widths of a head in memory that the attention backend asks for."""
+        backend = backend_for(self.backend, keys.device)
+        dims = keys.shape[3], values.shape[3]
+        return dims if isinstance(backend, str) else backend.stored_dims(keys.dtype, *dims)
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's K and V that the next query can see, [rows, kv_heads, columns, head_dim]."""

@@ -323,11 +323,12 @@ class PagedCache(Cache):
             if group.window is not None:
                 kept = min(kept, group.window - 1)
             for storage in group.storage.values():
-                per_block = storage.num_bytes // max(group.capacity, 1)
-                num_bytes += len(held) * per_block
+                stored_blocks = max(len(storage.keys), 1)
+                num_bytes += len(held) * storage.num_bytes // stored_blocks
+                per_block = storage.num_bytes_unpadded // stored_blocks
                 dense_bytes += len(tokens) * kept * per_block // group.block_size
         device = self._device()
-        backend = backend_for(batch.backend, device) if device is not None else None
+        backend = "dense" if device is None else backend_for(batch.backend, device)
         return CacheReport(
             rows=len(tokens),
             tokens=int(tokens.lengths.sum()),
@@ -338,7 +339,7 @@ class PagedCache(Cache):
             shared_blocks=shared,
             bytes=num_bytes,
             dense_bytes=dense_bytes,
-            backend=backend.name if backend is not None else "dense",
+            backend="dense" if isinstance(backend, str) else backend.name,
             paged_calls=batch.calls.paged,
             dense_calls=dict(batch.calls.dense),
         )

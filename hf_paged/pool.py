@@ -26,12 +26,17 @@ from transformers import PreTrainedConfig
 from .fingerprint import ExtraKey, ModelFingerprint, config_fingerprint, encode_extra_key
 from .geometry import bytes_per_token, elements_per_token, layer_config, paged_windows, parse_memory
 from .prefix import PrefixIndex
+from .transfer import upload
 
 if TYPE_CHECKING:
     from .admission import PromptBatch
     from .cache import PagedCache
     from .table import BlockTables
 
+# (keys, values) -> the width of a head of each in memory.
+StoredDims = Callable[[torch.Tensor, torch.Tensor], tuple[int, int]]
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 GROWTH = 1.5  # an unbounded group grows by half, so that growing costs O(1) a token
 
 
@@ -54,41 +59,56 @@ class PoolExhausted(RuntimeError):
 class LayerStorage:
     """K and V of one layer.
 
+    Args:
+        keys, values: [num_blocks, block_size, kv_heads, stored_dim], the memory; where it is wider
+            than head_dim, zeros follow each head.
+        dims: head_dim of K and of V.
+
     Attributes:
         keys, values: [num_blocks, block_size, kv_heads, head_dim].
-        key_slots, value_slots: the same memory as [slots, kv_heads, head_dim].
+        padded_keys, padded_values: the same memory with the zeros behind each head.
+        key_slots, value_slots: the same memory as `keys` as [slots, kv_heads, head_dim].
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, dims: tuple[int, int]):
+        self._dims = dims
         self._set(keys, values)
 
     def _set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys, self.values = keys, values
-        self.key_slots, self.value_slots = keys.flatten(0, 1), values.flatten(0, 1)
+        self.padded_keys, self.padded_values = keys, values
+        self.keys, self.values = keys[..., : self._dims[0]], values[..., : self._dims[1]]
+        self.key_slots, self.value_slots = self.keys.flatten(0, 1), self.values.flatten(0, 1)
 
     @property
     def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of the memory."""
+        return self.padded_keys.nbytes + self.padded_values.nbytes
 
+    @property
+    def num_bytes_unpadded(self) -> int:
+        """Bytes that K and V would take without the zeros behind each head."""
+        return (self.keys.numel() + self.values.numel()) * self.keys.itemsize
+
+    @torch.inference_mode(False)  # what is made in inference mode could be written nowhere else
     def grow(self, num_blocks: int) -> None:
         # One after the other, so that at most one tensor is held twice. If the second runs out of
         # memory, another try grows what is short.
-        if self.keys.shape[0] < num_blocks:
-            self._set(_grown(self.keys, num_blocks), self.values)
-        if self.values.shape[0] < num_blocks:
-            self._set(self.keys, _grown(self.values, num_blocks))
+        if self.padded_keys.shape[0] < num_blocks:
+            self._set(_grown(self.padded_keys, num_blocks), self.padded_values)
+        if self.padded_values.shape[0] < num_blocks:
+            self._set(self.padded_keys, _grown(self.padded_values, num_blocks))
 
-    def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
-        src, dst = (torch.from_numpy(a).to(self.keys.device) for a in (source, target))
-        self.keys[dst] = self.keys[src]
-        self.values[dst] = self.values[src]
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy blocks `source` to `target` (int64 [blocks], on the storage's device)."""
+        for memory in (_bits(self.padded_keys), _bits(self.padded_values)):
+            memory[target] = memory[source]
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write [tokens, kv_heads, head_dim] K and V to `slots` (int64 [tokens])."""
-        if slots.device != self.keys.device:
-            slots = slots.to(self.keys.device)
+        """Write [tokens, kv_heads, head_dim] K and V to `slots` (int64 [tokens], same device)."""
         for stored, new in ((self.key_slots, keys), (self.value_slots, values)):
-            stored.index_copy_(0, slots, new if new.dtype == stored.dtype else new.to(stored.dtype))
+            if new.dtype != stored.dtype:
+                new = _converted(new, stored.dtype)
+            _bits(stored).index_copy_(0, slots, _bits(new))
 
 
 class BlockGroup:
@@ -157,8 +177,12 @@ class BlockGroup:
         self.num_free += len(freed)
 
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
+        indices: dict[torch.device, list[torch.Tensor]] = {}
         for storage in self.storage.values():
-            storage.copy_blocks(source, target)
+            device = storage.keys.device
+            if device not in indices:
+                indices[device] = upload([source, target], device)
+            storage.copy_blocks(*indices[device])
 
     def check(self, holders: Sequence[np.ndarray]) -> None:
         """Raise AssertionError unless counts and free list agree with what `holders` hold."""
@@ -509,15 +533,25 @@ class BlockPool:
         model = None if self._model is None else self._fingerprint.of(self._model)
         return json.dumps([config_fingerprint(self.config), model])
 
-    def layer_storage(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerStorage:
+    def layer_storage(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        stored_dims: StoredDims = lambda keys, values: (keys.shape[3], values.shape[3]),
+    ) -> LayerStorage:
         """The storage of `layer`, made at its first K/V ([batch, kv_heads, tokens, head_dim]).
+
+        Args:
+            stored_dims: the width of a head of these K and V in memory; zeros fill what it is wider
+                than head_dim.
 
         Raises:
             ValueError: K/V of another shape, dtype or device than the layer's or the pool's.
         """
         storage = self.groups[self.group_of_layer[layer]].storage.get(layer)
         if storage is None:
-            storage = self._make_storage(layer, keys, values)
+            storage = self._make_storage(layer, keys, values, stored_dims(keys, values))
         for name, stored, new in (("K", storage.keys, keys), ("V", storage.values, values)):
             _, _, heads, dim = stored.shape
             if new.shape[1] != heads or new.shape[3] != dim:
@@ -537,23 +571,30 @@ class BlockPool:
                 )
         return storage
 
-    def _make_storage(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerStorage:
+    @torch.inference_mode(False)
+    def _make_storage(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, stored_dims: tuple[int, int]
+    ) -> LayerStorage:
         with self.lock:
-            self._size_by(layer, keys, values)
+            self._size_by(layer, keys, stored_dims)
             group = self.groups[self.group_of_layer[layer]]
             if layer not in group.storage:
                 self._check_declared(layer, keys, values)
-                storage = LayerStorage(*(self._empty_blocks(group, t) for t in (keys, values)))
-                group.storage[layer] = storage
+                memory = [
+                    self._empty_blocks(group, states, dim)
+                    for states, dim in zip((keys, values), stored_dims, strict=True)
+                ]
+                dims = keys.shape[3], values.shape[3]
+                group.storage[layer] = LayerStorage(memory[0], memory[1], dims)
                 self._check_budget(layer)
             return group.storage[layer]
 
-    def _size_by(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _size_by(self, layer: int, keys: torch.Tensor, stored_dims: tuple[int, int]) -> None:
         """Before the first block is taken, correct what the config said by the first real K/V."""
         if self.max_memory is None or any(group.storage for group in self.groups):
             return
         dtype = self.kv_dtype or keys.dtype
-        actual = sum(t.shape[1] * t.shape[3] for t in (keys, values))
+        actual = keys.shape[1] * sum(stored_dims)
         declared = elements_per_token(layer_config(self.config, layer))
         total = bytes_per_token(self.config, dtype) * actual // declared
         num_blocks = self._blocks_in_memory(total)
@@ -590,15 +631,29 @@ class BlockPool:
                 "bound the pool by num_blocks."
             )
 
-    def _empty_blocks(self, group: BlockGroup, new: torch.Tensor) -> torch.Tensor:
-        shape = (group.capacity, self.block_size, new.shape[1], new.shape[3])
-        return torch.empty(shape, dtype=self.kv_dtype or new.dtype, device=new.device)
+    def _empty_blocks(self, group: BlockGroup, new: torch.Tensor, dim: int) -> torch.Tensor:
+        shape = (group.capacity, self.block_size, new.shape[1], dim)
+        make = torch.empty if dim == new.shape[3] else torch.zeros
+        return make(shape, dtype=self.kv_dtype or new.dtype, device=new.device)
 
 
-def _grown(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    grown = tensor.new_empty((num_blocks, *tensor.shape[1:]))
-    grown[: tensor.shape[0]] = tensor
+def _grown(memory: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    grown = memory.new_zeros((num_blocks, *memory.shape[1:]))
+    _bits(grown)[: memory.shape[0]] = _bits(memory)
     return grown
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory; 8-bit floats as integers, as few operations know them."""
+    return tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor
+
+
+def _converted(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`states` in `dtype`; in 8 bits what is out of range becomes the largest number there is."""
+    if dtype in FLOAT8:
+        largest = torch.finfo(dtype).max
+        states = states.clamp(-largest, largest)
+    return states.to(dtype)
 
 
 def _check_count(name: str, value: object) -> None:

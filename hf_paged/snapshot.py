@@ -86,8 +86,8 @@ class Snapshot:
             storages = {}
             for layer, (keys, values) in sorted(self.states.items()):
                 device = pool.device or keys.device
-                like = (states[:1].transpose(1, 2).to(device) for states in (keys, values))
-                storages[layer] = pool.layer_storage(layer, *like)
+                like = [states[:1].transpose(1, 2).to(device) for states in (keys, values)]
+                storages[layer] = pool.layer_storage(layer, like[0], like[1])
                 if storages[layer].keys.dtype != keys.dtype:
                     raise ValueError(
                         f"Layer {layer} was saved as {keys.dtype}, the pool stores it as "

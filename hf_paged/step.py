@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .table import BlockTables, Tokens, first_block
+from .transfer import upload
 
 if TYPE_CHECKING:
     from .sharing import Sharing
@@ -50,6 +51,7 @@ class Step:
             rank = new.cumsum(1).reshape(-1)[self._real] - 1
         self.token_position = before.lengths[self.token_row] + rank
         self.is_current = True
+        self._real_on: dict[torch.device, torch.Tensor] = {}
 
     def __len__(self) -> int:
         """Rows of the batch."""
@@ -69,27 +71,30 @@ class Step:
         """int64 [rows + 1], where each row's new tokens start among all new tokens (indptr)."""
         return np.concatenate([[0], self.counts.cumsum()])
 
-    @cached_property
-    def _real_index(self) -> torch.Tensor | None:
-        return None if self._real is None else torch.from_numpy(self._real)
+    def _real_index(self, device: torch.device) -> torch.Tensor | None:
+        if self._real is None:
+            return None
+        if device not in self._real_on:
+            self._real_on[device] = upload([self._real], device)[0]
+        return self._real_on[device]
 
     def unpad(self, states: torch.Tensor) -> torch.Tensor:
         """[rows, heads, columns, dim] -> [tokens, heads, dim], without the padding."""
-        index = self._real_index
+        index = self._real_index(states.device)
         if index is None and self.columns == 1:
             return states.squeeze(2)
         flat = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
-        return flat if index is None else flat.index_select(0, index.to(states.device))
+        return flat if index is None else flat.index_select(0, index)
 
     def pad(self, states: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, dim] -> [rows, columns, heads, dim], zeros where a column is padding."""
-        index = self._real_index
+        index = self._real_index(states.device)
         if index is None and self.columns == 1:
             return states.unsqueeze(1)
         shape = (len(self), self.columns, *states.shape[1:])
         if index is not None:
             flat = states.new_zeros((shape[0] * shape[1], *shape[2:]))
-            states = flat.index_copy_(0, index.to(states.device), states)
+            states = flat.index_copy_(0, index, states)
         return states.view(shape)
 
 
@@ -136,23 +141,34 @@ class GroupStep:
             written &= position >= shared[row]
         self._written = None if written.all() else np.flatnonzero(written)
         self._slots = slots if self._written is None else slots[self._written]
+        self._on_device: dict[torch.device, list[torch.Tensor]] = {}
         self._memo: dict[Hashable, Any] = {}
 
-    @cached_property
-    def slots(self) -> torch.Tensor:
-        """int64 [written tokens], the slot that each of them is written to."""
-        return torch.from_numpy(self._slots)
+    def slots(self, device: torch.device) -> torch.Tensor:
+        """int64 [written tokens] on `device`, the slot that each of them is written to."""
+        return self._indices(device)[0]
 
     def keep_written(self, states: torch.Tensor) -> torch.Tensor:
         """Of [tokens, heads, dim] the states that are written: not those that no later query can
         see, nor those that another row writes."""
         if self._written is None:
             return states
-        return states.index_select(0, torch.from_numpy(self._written).to(states.device))
+        return states.index_select(0, self._indices(states.device)[1])
+
+    def _indices(self, device: torch.device) -> list[torch.Tensor]:
+        """The slots and, where not all tokens are written, which ones are; uploaded once."""
+        if device not in self._on_device:
+            arrays = [self._slots] if self._written is None else [self._slots, self._written]
+            self._on_device[device] = upload(arrays, device)
+        return self._on_device[device]
+
+    def token_slots(self, row: np.ndarray | int, position: np.ndarray) -> np.ndarray:
+        """int64, the slot of token `position` of `row` (two arrays that broadcast)."""
+        return self._tables.slots(self._index, row, position)
 
     def row_slots(self, row: int, start: int, stop: int) -> torch.Tensor:
         """int64 [stop - start], the slots of tokens `start` to `stop` of `row`."""
-        return torch.from_numpy(self._tables.slots(self._index, row, np.arange(start, stop)))
+        return torch.from_numpy(self.token_slots(row, np.arange(start, stop)))
 
     def past_slots(self, columns: int) -> np.ndarray:
         """int64 [rows, columns], slots of the last past columns, -1 where a column is padding."""

@@ -169,6 +169,25 @@ class LazyMask(_Densifying):
     def densify(self) -> torch.Tensor:
         return self._build()
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        target = kwargs or {}
+        if (
+            func is torch.ops.aten._to_copy.default
+            and target.get("device") is not None
+            and target.get("dtype") in (None, torch.bool)
+        ):
+            return args[0]._on(target["device"])  # as accelerate does between two devices
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _on(self, device: torch.device) -> LazyMask:
+        moved = LazyMask(tuple(self.shape), device, lambda: self.densify().to(device))
+        moved.pattern, moved.new_tokens = self.pattern, self.new_tokens
+        moved.kv_length, moved.kv_offset = self.kv_length, self.kv_offset
+        return moved
+
 
 class _NoGradient(torch.autograd.Function):
     @staticmethod

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaConfig
 
 from examples import small_model
-from hf_paged import PagedCache
+from hf_paged import BlockPool, PagedCache
 from hf_paged.attention import paged_attention
 from hf_paged.backends import cpu_decode
 from hf_paged.backends.dense import reference_attention
@@ -51,6 +51,8 @@ class Case:
         block_size: int = 4,
         window: int | None = None,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+        backend: str = "auto",
         seed: int = 0,
     ):
         torch.manual_seed(seed)
@@ -64,14 +66,14 @@ class Case:
             sliding_window=window,
         )
         blocks = sum(-(-(n + new) // block_size) for n in past)
-        self.cache = PagedCache(config=config, block_size=block_size, num_blocks=2 * blocks)
-        pool = self.cache.pool
+        pool = BlockPool(config, block_size=block_size, num_blocks=2 * blocks, kv_dtype=kv_dtype)
+        self.cache = PagedCache(pool=pool, backend=backend)
         pool.groups[0]._free = np.random.default_rng(seed).permutation(pool.groups[0].capacity)
         self.query = torch.randn(rows, heads[0], new, dims[0]).to(dtype)
         self.keys, self.values = (
             torch.randn(rows, heads[1], columns, dim).to(dtype) for dim in dims
         )
-        storage = pool.layer_storage(0, self.keys, self.values)
+        storage = pool.layer_storage(0, self.keys, self.values, self.cache._batch._stored_dims)
         storage.keys.fill_(torch.nan)
         storage.values.fill_(torch.nan)
         self.tokens = torch.arange(columns) >= max(past) - torch.tensor(past)[:, None]
@@ -95,6 +97,10 @@ class Case:
         assert self.cache.report().dense_calls == {}
         return out
 
+    def stored(self, states: torch.Tensor) -> torch.Tensor:
+        """K or V in float64 as they are after storing."""
+        return states.to(self.cache.pool.kv_dtype or self.dtype).double()
+
     def expected(self, **kwargs: Any) -> torch.Tensor:
         columns = torch.arange(self.keys.shape[2])
         query = columns[-self.new :, None]
@@ -105,8 +111,8 @@ class Case:
             kwargs["sinks"] = kwargs.pop("s_aux").double()
         return reference_attention(
             self.query.double(),
-            self.keys.double(),
-            self.values.double(),
+            self.stored(self.keys),
+            self.stored(self.values),
             visible & self.tokens[:, None, None],
             **kwargs,
         )[0]

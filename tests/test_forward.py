@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import TINY, ragged_ids
+from conftest import TINY, ragged_ids, tiny
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged import PagedCache
+from hf_paged.step import Pattern
+from hf_paged.view import LazyMask
 
 Build = Callable[[str], PreTrainedModel]
 CHUNKS = {"one by one": [1] * 24, "uneven": [5, 1, 9, 2, 7], "two": [23, 1]}
@@ -215,3 +217,28 @@ def test_padding_behind_a_row_that_fills_its_table(tiny_model: Build) -> None:
     assert cache.row_lengths == [128, 128]
     assert not cache.layers[0].keys[0, :, 0].any()
     assert not cache.layers[0].keys[1, :, -1].any()
+
+
+def test_blocks_made_in_inference_mode_serve_outside_of_it() -> None:
+    model = tiny("llama")
+    model.set_attn_implementation("hf_paged")
+    cache = PagedCache(config=model.config, num_blocks=8)
+    ids = ragged_ids([20])["input_ids"]
+    with torch.inference_mode():
+        model(input_ids=ids, past_key_values=cache)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    assert cache.row_lengths == [40]
+
+
+def test_a_mask_on_its_way_to_another_device_stays_lazy() -> None:
+    """accelerate moves a layer's arguments to its device; a built mask would be read as a mask."""
+    mask = LazyMask((1, 1, 2, 2), "cpu", lambda: torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    mask.pattern, mask.kv_length, mask.kv_offset = Pattern("sliding", 4), 2, 0
+    mask.new_tokens = None
+    moved = mask.to("meta", non_blocking=True)
+    assert isinstance(moved, LazyMask)
+    assert moved.device.type == "meta"
+    assert (moved.pattern, moved.kv_length) == (mask.pattern, 2)
+    assert moved.densify().device.type == "meta"
+    assert not isinstance(mask.to(torch.float32), LazyMask)

@@ -49,6 +49,10 @@ class Backend(Protocol):
 
     name: str
 
+    def stored_dims(self, dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[int, int]:
+        """The width of a head of K and V in memory, at least their head_dim."""
+        ...
+
     def refusal(self, call: AttentionCall) -> str | None:
         """Why this backend cannot compute `call` exactly, or None if it can."""
         ...

@@ -22,6 +22,9 @@ class CPUBackend:
 
     name = "cpu"
 
+    def stored_dims(self, dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[int, int]:
+        return key_dim, value_dim
+
     def refusal(self, call: AttentionCall) -> str | None:
         """A softcap is the kernel's alone."""
         if call.softcap is None:
