@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_paged import PagedCache
+from hf_paged import BlockPool, PagedCache
 
 from .compare import text_inputs
 from .models import is_tested
@@ -118,6 +118,13 @@ def test_one_row_does_not_serve_many(name: str) -> None:
     one = step(model, copy.deepcopy(cache), ids[:, :1])
     cache.batch_repeat_interleave(3)
     same([one.repeat(3, 1, 1), step(model, cache, ids[:, :1].repeat(3, 1))])
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "deepseek_v32"])
+def test_prefixes_are_not_reused(name: str) -> None:
+    """Also where the K/V of every layer are in blocks: the other states would be missing."""
+    with pytest.raises(ValueError, match="other states"):
+        BlockPool(tiny(name).config).match_prefix(text_inputs()["input_ids"])
 
 
 def test_layers_that_never_get_keys() -> None:
