@@ -73,9 +73,9 @@ def inputs_of(name: str) -> Inputs:
     return text()
 
 
-def tiny(name: str, attention: str | None = None) -> PreTrainedModel:
+def tiny(name: str, attention: str | None = None, **sizes: int) -> PreTrainedModel:
     auto = AutoModelForSpeechSeq2Seq if name in SPEECH else AutoModelForSeq2SeqLM
-    model = build(auto.from_config, tiny_config(name, OVERRIDES[name]), attention)
+    model = build(auto.from_config, tiny_config(name, {**OVERRIDES[name], **sizes}), attention)
     model.generation_config.decoder_start_token_id = 1
     model.generation_config.forced_eos_token_id = None
     return model
@@ -90,7 +90,8 @@ def dynamic() -> Cache:
 def test_equals_dynamic_cache(name: str, note: Callable[[Result], None]) -> None:
     result = Result(SECTION, name)
     models = tiny(name), tiny(name, "hf_paged")
-    assistant = tiny(name)
+    # Of one depth, as the assistant has a cache that transformers made, in older versions too deep.
+    assistant = tiny(name, **({"num_layers": 2} if OVERRIDES[name] is T5 else {}))
 
     def assisted(model: PreTrainedModel, cache: Cache, inputs: Inputs) -> Any:
         inputs = {key: value[:1] for key, value in inputs.items()}
