@@ -8,7 +8,7 @@ Importing this package registers "hf_paged" with transformers as an attention an
 
 from .admission import FreeFinishedRows, PromptBatch
 from .attention import register
-from .cache import PagedCache
+from .cache import PagedCache, encoder_decoder_cache
 from .pool import BlockPool, PoolExhausted
 from .report import CacheReport
 
@@ -19,6 +19,7 @@ __all__ = [
     "PagedCache",
     "PoolExhausted",
     "PromptBatch",
+    "encoder_decoder_cache",
 ]
 __version__ = "0.1.0"
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from .backends import AttentionCall, Backend, backend_for
 from .backends.dense import causal_mask, reference_attention
@@ -36,7 +41,9 @@ def paged_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -47,17 +54,30 @@ def paged_attention(
         query: [rows, heads, queries, head_dim].
         key, value: [rows, kv_heads, columns, head_dim], paged views or ordinary tensors.
         attention_mask: a `LazyMask`, an ordinary mask, or None.
-        scaling, dropout, softcap, s_aux (sinks), position_bias: as models pass them.
+        scaling, dropout, softcap, position_bias: as models pass them.
+        s_aux, sinks: logits without a value; [heads], or [rows, heads, queries, n] as `sinks`.
+        indices: int [rows, queries, n], the columns that an indexer has chosen for each query; -1
+            is none.
 
     Returns:
         Output [rows, queries, heads, value_dim]; weights only where they were asked for.
+
+    Raises:
+        ValueError: the model leaves a selection of blocks to the attention function.
     """
+    if kwargs.get("block_indices") is not None:
+        raise ValueError(
+            f"{type(module).__name__} selects blocks of keys, which {NAME!r} does not read; load "
+            'the model with attn_implementation="sdpa", a PagedCache works with that too.'
+        )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     wants_weights = bool(kwargs.get("output_attentions", False))
     if isinstance(key, PagedView) and isinstance(value, PagedView) and key.pages is value.pages:
         pages = key.pages
         extras = {
             "position bias": position_bias is not None,
+            "sinks of each query": sinks is not None,
+            "an indexer's choice": indices is not None,
             "output_attentions": wants_weights,
             "dropout": dropout > 0,
         }
@@ -69,7 +89,10 @@ def paged_attention(
         pages.calls.dense[plan] += 1
     key, value = _dense(key), _dense(value)
     mask = None if attention_mask is None else _dense(attention_mask)
-    if softcap is None and s_aux is None and not wants_weights:
+    if indices is not None:
+        mask = _chosen(indices, key.shape[2], mask)
+    sinks = s_aux if sinks is None else sinks
+    if softcap is None and sinks is None and not wants_weights:
         bias = {} if position_bias is None else {"position_bias": position_bias}
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout, scaling, is_causal, **bias, **kwargs
@@ -83,7 +106,7 @@ def paged_attention(
         mask,
         scaling=scaling,
         softcap=softcap,
-        sinks=s_aux,
+        sinks=sinks,
         position_bias=position_bias,
         dropout=dropout,
     )
@@ -106,14 +129,18 @@ def paged_mask(
     """The mask as transformers' `AttentionMaskInterface` asks for it.
 
     For a PagedCache it is a `LazyMask`, and the cache learns from it which columns are padding;
-    otherwise it is what `sdpa_mask` returns.
+    otherwise it is what `sdpa_mask` returns, or `eager_mask` for a model that adds masks to scores.
 
     Raises:
         ValueError: the 2-D mask does not have one entry for each cached and new column.
     """
 
+    config: Any = kwargs.get("config")
+    is_additive = _adds_masks(type(config))  # type: ignore[arg-type]  # a type is hashable
+    mask_dtype = kwargs.get("dtype", torch.float32) if is_additive else torch.bool
+
     def build(kv_length: int, skip: bool) -> torch.Tensor | None:
-        return sdpa_mask(
+        return (eager_mask if is_additive else sdpa_mask)(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -138,7 +165,7 @@ def paged_mask(
             attention_mask = attention_mask.expand(batch_size, -1)
     kwargs["allow_is_bidirectional_skip"] = False
     shape = (batch_size, 1, q_length, kv_length)
-    mask = LazyMask(shape, device, lambda: build(kv_length, False))
+    mask = LazyMask(shape, mask_dtype, device, lambda: build(kv_length, False))
     mask.kv_length, mask.kv_offset = kv_length, kv_offset
     mask.new_tokens = None
     hides_nothing = True
@@ -153,9 +180,27 @@ def paged_mask(
         hides_nothing = batch.past_padding(columns)
     mask.pattern = None
     if allow_is_causal_skip and hides_nothing:
-        mask.pattern = _ask_pattern(mask_function, local_size, kwargs.get("config"))
+        mask.pattern = _ask_pattern(mask_function, local_size, config)
     batch.note_mask(mask)
     return mask
+
+
+@cache
+def _adds_masks(config_type: Any) -> bool:
+    """Whether the models of a config add a mask to their scores, so that it must not be boolean.
+
+    So do those that cannot run sdpa, and those that compute attention without the interface.
+    """
+    models = [model for model in _subclasses(PreTrainedModel) if model.config_class is config_type]
+    return any(
+        not model._supports_sdpa or not model._can_set_attn_implementation() for model in models
+    )
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _ask_pattern(mask_function: Callable[..., Any], local_size: int | None, config: Any) -> Pattern:
@@ -230,6 +275,18 @@ def _plan(
 
 def _attend(backend: Backend, call: AttentionCall) -> torch.Tensor:
     return call.group.step.pad(backend.attend(call))
+
+
+def _chosen(indices: torch.Tensor, columns: int, mask: torch.Tensor | None) -> torch.Tensor:
+    """`mask` without the columns that are not among `indices` [rows, queries, n]."""
+    chosen = torch.zeros(*indices.shape[:2], columns + 1, dtype=torch.bool, device=indices.device)
+    index = indices.long().where(indices >= 0, columns)  # -1 goes to a column that is cut off
+    chosen = chosen.scatter(-1, index, True)[:, None, :, :columns]
+    if mask is None:
+        return chosen
+    if mask.dtype == torch.bool:
+        return mask & chosen
+    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

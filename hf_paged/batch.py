@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .backends import backend_for
+from .geometry import stateful_layers
 from .pool import BlockPool
 from .sharing import Sharing, find_sharing
 from .snapshot import Snapshot
@@ -62,6 +63,8 @@ class Batch:
         self._freed_rows: np.ndarray | None = None  # bool [rows], if there are any
         self.calls = Calls()
         self.is_freed = False
+        self._stateful = stateful_layers(pool.config)
+        self._is_torn = False  # whether a roll-back has left other states than K/V ahead
         self._behind: set[int] = set()  # layers that the step under way has not updated yet
         self._is_fork = False  # whether the step under way was begun with one row
         self._idle: set[int] = set()  # layers that the model passes over
@@ -135,7 +138,7 @@ class Batch:
         if layer in self._behind or layer in self._idle:
             step = self._continue_step(layer, keys)
         else:
-            step = self._begin_step(keys, values)
+            step = self._begin_step(layer, keys, values)
         self._behind.discard(layer)
         try:
             new_keys, new_values = step.unpad(keys.detach()), step.unpad(values.detach())
@@ -260,6 +263,7 @@ class Batch:
     def reset(self) -> None:
         """Give all blocks back; the batch is as new."""
         self._outside = None
+        self._is_torn = False
         self._check_usable()
         self._end_step()
         self._behind.clear()
@@ -272,8 +276,9 @@ class Batch:
             self.reset()
             self.is_freed = True
 
-    def _begin_step(self, keys: torch.Tensor, values: torch.Tensor) -> Step:
+    def _begin_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Step:
         rows, columns = keys.shape[0], keys.shape[2]
+        self._check_retry(layer, keys)
         self._settle()
         self._end_step()
         were = self.rows
@@ -284,6 +289,11 @@ class Batch:
         if not self.record_past:
             self.tables.drop_outside_windows()
         self._is_fork = self.rows != rows  # one row serves as the prompt of many
+        if self._is_fork and self._stateful:
+            raise ValueError(
+                f"Layers {self._stateful} keep other states than K/V, so one row cannot serve "
+                f"{rows}; call batch_repeat_interleave({rows}) first."
+            )
         if self._is_fork:
             self._replace_tables(np.zeros(rows, np.int64))
         before, new = self.tables.tokens, self._new_tokens(rows, columns)
@@ -302,6 +312,7 @@ class Batch:
             raise
         self._make_group_steps()
         self._behind = set(self.pool.group_of_layer) - self._idle
+        self._pass_over(layer)
         if os.environ.get(ENV_DEBUG) == "1":
             self.pool.check()
         return step
@@ -330,11 +341,14 @@ class Batch:
                 f"step of {len(step)} rows and {step.columns} tokens."
             )
         self._idle.discard(layer)
+        self._pass_over(layer)
+        return step
+
+    def _pass_over(self, layer: int) -> None:
+        """Layers run in order: those in front of the one that the first step is at hold no K/V."""
         if not self._has_completed:
-            # Layers run in order: what the first step has passed over holds no K/V.
             self._idle.update(other for other in self._behind if other < layer)
             self._behind -= self._idle
-        return step
 
     def _settle(self) -> None:
         """Roll back the step that a failed forward has left unfinished."""
@@ -348,10 +362,38 @@ class Batch:
                 )
             self._blamed = behind
             self._roll_back(self.step)
+            self._check_usable()
         elif self.step is not None:
             self._has_completed = True
 
+    def _check_retry(self, layer: int, keys: torch.Tensor) -> None:
+        """Refuse what follows an unfinished first step, unless it is that step once more.
+
+        Raises:
+            RuntimeError: a forward failed, or some layers of the model never get K/V; which of the
+                two cannot be told, and the next step would be wrong after the one or the other.
+        """
+        step = self.step
+        if step is None or not self._behind or self._has_completed:
+            return
+        if (keys.shape[0], keys.shape[2]) == (len(step), step.columns):
+            group = self._group_steps[self.pool.group_of_layer[layer]]
+            blocks = self.pool.groups[self.pool.group_of_layer[layer]].storage[layer].key_slots
+            stored = blocks[group.slots(blocks.device)]
+            again = group.keep_written(step.unpad(keys.detach())).to(stored.dtype)
+            if bool((again.float() == stored.float()).flatten(1).all(1).any()):
+                return
+        behind = sorted(self._behind)
+        self._roll_back(step)
+        raise RuntimeError(
+            f"The forward before this one left layers {behind} without K/V. If it failed, reset() "
+            "the cache; if the model does not have these layers, set the config's number of layers "
+            "to what it has; and an encoder-decoder model needs EncoderDecoderCache(PagedCache, "
+            "DynamicCache)."
+        )
+
     def _roll_back(self, step: Step) -> None:
+        self._is_torn = bool(self._stateful)
         self._end_step()
         self._behind.clear()
         self.tables.truncate(step.before.columns)
@@ -391,6 +433,11 @@ class Batch:
             raise RuntimeError("This PagedCache was freed; make a new one.")
         if self._outside is not None:
             raise RuntimeError("This PagedCache was moved out of its pool; restore() it first.")
+        if self._is_torn:
+            raise RuntimeError(
+                f"A forward has failed, and layers {self._stateful} keep states that cannot be "
+                "rolled back as K/V can; reset() the cache."
+            )
 
 
 def _check_states(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -11,11 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from .backends import backend_for, check_backend
 from .batch import Batch
-from .layers import PagedLayer, make_layers
+from .layers import PagedLayer, copy_states, make_layers
 from .pool import BlockPool
 from .report import CacheReport
 from .snapshot import Snapshot
@@ -24,10 +30,12 @@ from .table import BlockTables, Tokens
 DEFAULT_BLOCK_SIZE = 16
 
 
-class PagedCache(Cache):
+class PagedCache(DynamicCache):
     """A `transformers.Cache` that keeps K/V in fixed-size blocks.
 
         model.generate(**inputs, past_key_values=PagedCache(config=model.config))
+
+    It is a `DynamicCache` to whoever asks, as `EncoderDecoderCache` does: it can do all of that.
 
     Args:
         config: the model's config; the cache makes a pool of its own for it.
@@ -90,7 +98,7 @@ class PagedCache(Cache):
 
     def _set_batch(self, batch: Batch) -> None:
         self._batch = batch
-        super().__init__(layers=make_layers(batch))
+        Cache.__init__(self, layers=make_layers(batch))
 
     @property
     def pool(self) -> BlockPool:
@@ -112,6 +120,11 @@ class PagedCache(Cache):
     def batch_size(self) -> int:
         """Rows of the cache, -1 before the first forward."""
         return self._batch.rows or -1
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: what a step needs is decided on the host."""
+        return False
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
         """(keys, values, window) of each layer, as DynamicCache yields them."""
@@ -138,9 +151,9 @@ class PagedCache(Cache):
             raise ValueError(
                 f"crop takes minus the number of tokens to remove, not {tokens_to_remove}."
             )
-        self._batch.crop(-tokens_to_remove)
-        for layer in self._foreign_layers():
+        for layer in self._stateful_layers():  # these refuse before they change anything
             layer.crop(tokens_to_remove)
+        self._batch.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i what row `beam_idx[i]` is now; moves table entries, never K/V."""
@@ -152,8 +165,8 @@ class PagedCache(Cache):
         rows = np.asarray(torch.as_tensor(indices).cpu())
         rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64).reshape(-1)
         self._batch.select(rows)
-        for layer in self._foreign_layers():
-            _select_foreign(layer, rows)
+        for layer in self._stateful_layers():
+            _select_states(layer, rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make each row `repeats` rows, one after the other, that share every block."""
@@ -162,7 +175,7 @@ class PagedCache(Cache):
     def reset(self) -> None:
         """Give all blocks back; the cache is as new."""
         self._batch.reset()
-        for layer in self._foreign_layers():
+        for layer in self._stateful_layers():
             layer.reset()
 
     def fork(self, n: int = 1) -> PagedCache:
@@ -172,10 +185,12 @@ class PagedCache(Cache):
         rows = np.arange(self._batch.rows).repeat(n)
         forked = copy.copy(self)
         forked._set_batch(self._batch.forked(rows))
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, PagedLayer):
-                forked.layers[index] = copy.deepcopy(layer)
-                _select_foreign(forked.layers[index], rows)
+        added = self.layers[len(forked.layers) :]  # some models make more layers of their own
+        forked.layers += copy.deepcopy(added)
+        for source, target in zip(self.layers, forked.layers, strict=True):
+            copy_states(source, target)
+        for layer in forked._stateful_layers():
+            _select_states(layer, rows)
         return forked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
@@ -249,7 +264,7 @@ class PagedCache(Cache):
         Raises:
             ValueError: the model has layers that keep other states than K/V.
         """
-        if self._foreign_layers():
+        if self._stateful_layers():
             raise ValueError(
                 "A cache with layers that keep other states than K/V (recurrent ones) cannot be "
                 "saved; save its prompt instead."
@@ -350,10 +365,25 @@ class PagedCache(Cache):
                 return storage.keys.device
         return None
 
-    def _foreign_layers(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+    def _stateful_layers(self) -> list[Any]:
+        """The layers that keep something outside of the blocks."""
+        return [layer for layer in self.layers if type(layer) is not PagedLayer]
 
 
-def _select_foreign(layer: Any, rows: np.ndarray) -> None:
+def encoder_decoder_cache(config: PreTrainedConfig, **kwargs: Any) -> EncoderDecoderCache:
+    """The cache of an encoder-decoder model: self-attention in blocks, cross-attention as it is.
+
+        model.generate(**inputs, past_key_values=encoder_decoder_cache(model.config))
+
+    Cross-attention K/V are computed once and never grow, so there is nothing to page in them.
+
+    Args:
+        config: the model's config.
+        kwargs: what else `PagedCache` takes.
+    """
+    return EncoderDecoderCache(PagedCache(config=config, **kwargs), DynamicCache(config=config))
+
+
+def _select_states(layer: Any, rows: np.ndarray) -> None:
     # Of transformers' layers all can reorder, and an index_select repeats and selects as well.
     layer.reorder_cache(torch.from_numpy(rows))

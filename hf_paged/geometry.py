@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
-# The layers whose K/V we keep in blocks; all others keep transformers' own cache layer.
-PAGED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+# The layers that keep nothing but K/V, which are in blocks; and those whose K/V are in blocks and
+# whose other states stay as transformers keeps them. All others keep transformers' own layer.
+KEEPING_LAYERS = (CacheLayerMixin, LinearAttentionCacheLayerMixin)  # not those that share K/V
+PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+PAGED_LAYERS = (
+    *PLAIN_LAYERS,
+    DynamicIndexedLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+# Models that take no transformers Cache, and where their past is instead.
+WITHOUT_CACHE = {
+    "blt": "it needs one for each of its three transformers",
+    "minimax": "it takes no other than its own MiniMaxCache",
+    "openai-gpt": "it computes the whole past anew for every token",
+    "reformer": "it keeps hash buckets",
+    "rwkv": "it keeps recurrent states",
+    "xlnet": "it keeps hidden states (mems)",
+    "xlstm": "it keeps recurrent states",
+}
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+
+
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the decoder in a composite or encoder-decoder model's, itself in others."""
+    decoder = config.get_text_config(decoder=True)
+    # transformers resolves `decoder_layers`, but not what T5 and its kin call the same.
+    layers = getattr(decoder, "num_decoder_layers", None)
+    if decoder.is_encoder_decoder and layers not in (None, decoder.num_hidden_layers):
+        decoder = copy.deepcopy(decoder)
+        decoder.num_hidden_layers = layers
+    return decoder
 
 
 def dynamic_layers(config: PreTrainedConfig) -> list[Any]:
     """The cache layers that transformers itself makes for a decoder's config, empty."""
     return DynamicCache(config=config).layers
+
+
+def cross_layers(config: PreTrainedConfig) -> list[int]:
+    """The layers of a decoder that attend to another input only, as Mllama's to its images."""
+    return list(getattr(config, "cross_attention_layers", None) or ())
 
 
 def paged_windows(config: PreTrainedConfig) -> dict[int, int | None]:
@@ -27,8 +70,30 @@ def paged_windows(config: PreTrainedConfig) -> dict[int, int | None]:
     return {
         index: getattr(layer, "sliding_window", None)
         for index, layer in enumerate(dynamic_layers(config))
-        if type(layer) in PAGED_LAYERS
+        if type(layer) in PAGED_LAYERS and index not in cross_layers(config)
     }
+
+
+def stateful_layers(config: PreTrainedConfig) -> list[int]:
+    """The layers that keep something outside of the blocks, which no roll-back restores."""
+    return [
+        index
+        for index, layer in enumerate(dynamic_layers(config))
+        if (isinstance(layer, KEEPING_LAYERS) and type(layer) not in PLAIN_LAYERS)
+        or index in cross_layers(config)
+    ]
+
+
+def check_cacheable(config: PreTrainedConfig) -> None:
+    """Raise a ValueError that says why, if there is nothing to page in a decoder of this config."""
+    kind = config.model_type
+    if kind in WITHOUT_CACHE:
+        raise ValueError(f"A {kind} model takes no transformers Cache: {WITHOUT_CACHE[kind]}.")
+    if not paged_windows(config):
+        raise ValueError(
+            f"No layer of this {kind} model keeps ordinary keys and values that could be paged; "
+            "use a DynamicCache."
+        )
 
 
 def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from .batch import Batch, KVLength
-from .geometry import dynamic_layers, paged_windows
+from .geometry import cross_layers, dynamic_layers, paged_windows
 from .view import LayerPages
 
 
-class PagedLayer(CacheLayerMixin):
-    """Keys and values of one layer, in the blocks of the cache's pool."""
+class PagedLayer(DynamicLayer):
+    """Keys and values of one layer, in the blocks of the cache's pool.
+
+    What moves rows or drops tokens does so in the block tables, for all layers at once: the cache's
+    own methods do that, and those of a layer have nothing left to do.
+    """
 
     is_compileable = False
     is_croppable = True
@@ -23,7 +33,7 @@ class PagedLayer(CacheLayerMixin):
         self._batch, self._index, self._window = batch, index, window
 
     @property
-    def is_sliding(self) -> bool:
+    def is_sliding(self) -> bool:  # type: ignore[override]
         return self._window is not None
 
     @property
@@ -75,11 +85,81 @@ class PagedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[KVLength, int]:
         return self._batch.mask_sizes(query_length, self._window)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """The cache does it."""
+
+    def reset(self) -> None:
+        """The cache does it."""
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """The cache does it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DynamicLayer:
+        """transformers' own layer with the same K/V: blocks belong to whole caches."""
+        layer = (
+            DynamicLayer()
+            if self._window is None
+            else DynamicSlidingWindowLayer(sliding_window=self._window)
+        )
+        if self.keys is not None and self.values is not None:
+            layer.update(self.keys, self.values)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.record_past = self.record_past
+        return layer
+
+
+class PagedIndexedLayer(DynamicIndexedLayer, PagedLayer):  # type: ignore[misc]
+    """K/V in blocks; the indexer's keys of sparse attention as transformers keeps them."""
+
+    def reset(self) -> None:
+        """Drop them; older versions of transformers zero them and go on behind the zeros."""
+        self.indexer_keys, self.is_indexer_initialized = None, False
+        self.indexer_position_ids = None
+
+
+class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc,override]
+    """K/V in blocks; recurrent and convolution states as transformers keeps them."""
+
+    is_compileable = False
+    get_max_length = PagedLayer.get_max_length
+
+
+class CrossLayer(DynamicLayer):
+    """K/V of another input, such as an image: they are computed once, and no crop touches them."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing: what is dropped are tokens."""
+
+
+def copy_states(source: Any, target: Any) -> None:
+    """Give `target` a copy of all that the layer `source` keeps outside of the blocks."""
+    states = {name: value for name, value in vars(source).items() if name != "_batch"}
+    vars(target).update(copy.deepcopy(states))
+
 
 def make_layers(batch: Batch) -> list[Any]:
     """A paged layer where K/V are cached, transformers' own where a layer keeps other states."""
-    windows = paged_windows(batch.pool.config)
-    return [
-        PagedLayer(batch, index, windows[index]) if index in windows else layer
-        for index, layer in enumerate(dynamic_layers(batch.pool.config))
-    ]
+    config = batch.pool.config
+    windows, crossing = paged_windows(config), cross_layers(config)
+    layers: list[Any] = []
+    for index, own in enumerate(dynamic_layers(config)):
+        if index in crossing:
+            layers.append(CrossLayer())
+        elif index in windows:
+            layers.append(_paged(batch, index, windows[index], own))
+        else:
+            layers.append(own)
+    return layers
+
+
+def _paged(batch: Batch, index: int, window: int | None, own: Any) -> PagedLayer:
+    kind: type[PagedLayer] = PagedLayer
+    if isinstance(own, DynamicIndexedLayer):
+        kind = PagedIndexedLayer
+    elif isinstance(own, LinearAttentionLayer):
+        kind = PagedHybridLayer
+    layer = kind.__new__(kind)
+    if kind is not PagedLayer:
+        vars(layer).update(vars(own))  # the states; its K/V attributes are hidden by our properties
+    PagedLayer.__init__(layer, batch, index, window)
+    return layer

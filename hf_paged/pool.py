@@ -24,7 +24,15 @@ import torch
 from transformers import PreTrainedConfig
 
 from .fingerprint import ExtraKey, ModelFingerprint, config_fingerprint, encode_extra_key
-from .geometry import bytes_per_token, elements_per_token, layer_config, paged_windows, parse_memory
+from .geometry import (
+    bytes_per_token,
+    check_cacheable,
+    decoder_config,
+    elements_per_token,
+    layer_config,
+    paged_windows,
+    parse_memory,
+)
 from .prefix import PrefixIndex
 from .transfer import upload
 
@@ -233,7 +241,8 @@ class BlockPool:
         kv_dtype: dtype to store K/V in, if another than the model's.
 
     Raises:
-        ValueError: naming the argument that is wrong or the two that contradict each other.
+        ValueError: naming the argument that is wrong or the two that contradict each other, or
+            saying why the model has nothing to page.
     """
 
     def __init__(
@@ -261,7 +270,8 @@ class BlockPool:
             )
         self._model = model
         self._fingerprint = ModelFingerprint()
-        self.config = config.get_text_config(decoder=True)
+        self.config = decoder_config(config)
+        check_cacheable(self.config)
         self.block_size = block_size
         self.max_memory = None if max_memory is None else parse_memory(max_memory)
         self.dtype, self.kv_dtype = dtype, kv_dtype

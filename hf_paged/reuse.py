@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from .cache import PagedCache
-from .geometry import dynamic_layers, paged_windows
+from .geometry import dynamic_layers, stateful_layers
 from .prefix import Key, longest_readable
 from .snapshot import Snapshot
 from .table import BlockTables, Tokens, first_block
@@ -132,15 +132,12 @@ def load_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> int:
 
 def check_exact(config: PreTrainedConfig, columns: int) -> None:
     """Raise ValueError where K/V of a prefix are not what a longer prompt would compute."""
-    others = [
-        type(layer).__name__
-        for index, layer in enumerate(dynamic_layers(config))
-        if index not in paged_windows(config)
-    ]
+    others = stateful_layers(config)
     if others:
+        kind = type(dynamic_layers(config)[others[0]]).__name__
         raise ValueError(
             f"Prefixes of this model cannot be reused: {len(others)} layers keep other states than "
-            f"K/V ({others[0]}), which are known for whole prompts only; use plain caches."
+            f"K/V ({kind}), which are known for whole prompts only; use plain caches."
         )
     limit = _length_limit(config)
     if limit is not None and columns > limit:

@@ -68,7 +68,7 @@ class LayerPages:
             raise RuntimeError("These keys or values belong to an earlier step and are gone.")
         past = self.kv_length - new.shape[2]
         if past == 0:
-            return new
+            return new.contiguous()  # as a view is; a model may have asked for new strides
         states = gather(blocks, self.group.past_slots(past)).to(new.dtype)
         return torch.cat([states, new], dim=2)
 
@@ -144,6 +144,8 @@ class PagedView(_Densifying):
 class LazyMask(_Densifying):
     """An attention mask [rows, 1, queries, columns], True where a query may look.
 
+    Where models add it to their scores it is of their dtype instead: 0 where a query may look.
+
     Attributes:
         pattern: what the mask allows among the tokens, None if it is more than a pattern.
         kv_length, kv_offset: the columns that it is for.
@@ -158,10 +160,14 @@ class LazyMask(_Densifying):
 
     @staticmethod
     def __new__(
-        cls, shape: tuple[int, ...], device: torch.device | str, build: Callable[[], Any]
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        build: Callable[[], Any],
     ) -> LazyMask:
         mask = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=torch.bool, device=torch.device(device)
+            cls, shape, dtype=dtype, device=torch.device(device)
         )
         mask._build = build
         return mask
@@ -177,13 +183,13 @@ class LazyMask(_Densifying):
         if (
             func is torch.ops.aten._to_copy.default
             and target.get("device") is not None
-            and target.get("dtype") in (None, torch.bool)
+            and target.get("dtype") in (None, args[0].dtype)
         ):
             return args[0]._on(target["device"])  # as accelerate does between two devices
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _on(self, device: torch.device) -> LazyMask:
-        moved = LazyMask(tuple(self.shape), device, lambda: self.densify().to(device))
+        moved = LazyMask(tuple(self.shape), self.dtype, device, lambda: self.densify().to(device))
         moved.pattern, moved.new_tokens = self.pattern, self.new_tokens
         moved.kv_length, moved.kv_offset = self.kv_length, self.kv_offset
         return moved

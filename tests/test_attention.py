@@ -82,7 +82,7 @@ class Case:
         self.views = self._append(max(past), columns)
 
     def _append(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        mask = LazyMask((1,), "cpu", lambda: None)
+        mask = LazyMask((1,), torch.bool, "cpu", lambda: None)
         mask.new_tokens = self.tokens[:, start:stop].numpy()
         self.cache._batch.note_mask(mask)  # as the mask function does
         return self.cache.update(self.keys[:, :, start:stop], self.values[:, :, start:stop], 0)
@@ -90,7 +90,7 @@ class Case:
     def attend(self, **kwargs: Any) -> torch.Tensor:
         """[rows, new, heads, dim], through the function that transformers calls."""
         view = self.views[0]
-        mask = LazyMask((1,), "cpu", lambda: None)
+        mask = LazyMask((1,), torch.bool, "cpu", lambda: None)
         mask.kv_length, mask.kv_offset = view.pages.kv_length, view.pages.kv_offset
         mask.pattern = Pattern() if self.window is None else Pattern("sliding", self.window)
         out, _ = paged_attention(Layer(), self.query, *self.views, mask, **kwargs)

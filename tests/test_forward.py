@@ -233,7 +233,9 @@ def test_blocks_made_in_inference_mode_serve_outside_of_it() -> None:
 
 def test_a_mask_on_its_way_to_another_device_stays_lazy() -> None:
     """accelerate moves a layer's arguments to its device; a built mask would be read as a mask."""
-    mask = LazyMask((1, 1, 2, 2), "cpu", lambda: torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    mask = LazyMask(
+        (1, 1, 2, 2), torch.bool, "cpu", lambda: torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    )
     mask.pattern, mask.kv_length, mask.kv_offset = Pattern("sliding", 4), 2, 0
     mask.new_tokens = None
     moved = mask.to("meta", non_blocking=True)

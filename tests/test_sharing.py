@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, ragged_ids
-from test_architectures import generate
+from test_windows import generate
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted

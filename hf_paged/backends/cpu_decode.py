@@ -113,6 +113,8 @@ def refusal(call: AttentionCall) -> str | None:
         return "many queries"
     if call.query.dtype not in DTYPES or call.storage.keys.dtype != call.query.dtype:
         return f"{call.query.dtype} queries on {call.storage.keys.dtype} K/V"
+    if not (call.storage.key_slots.is_contiguous() and call.storage.value_slots.is_contiguous()):
+        return "K/V stored by another backend, with padding"
     if not call.group.stores_all:
         return "new tokens that leave the window at once"
     return unavailable()

@@ -30,7 +30,8 @@ def reference_attention(
             columns].
         scaling: factor on q k^T; None is head_dim ** -0.5.
         softcap: logits become softcap * tanh(logits / softcap).
-        sinks: [heads], one more logit a head that takes part in the softmax and has no value.
+        sinks: [heads] or [batch, heads, queries, n], more logits that take part in the softmax and
+            have no value.
         position_bias: broadcastable to the logits, added to them.
         dropout: probability on the weights.
 
@@ -54,11 +55,12 @@ def reference_attention(
     elif mask is not None:
         logits = logits + mask
     if sinks is not None:
-        sink = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(batch, heads, queries, 1)
-        logits = torch.cat([logits, sink], dim=-1)
+        if sinks.ndim == 1:
+            sinks = sinks.view(1, -1, 1, 1).expand(batch, heads, queries, 1)
+        logits = torch.cat([logits, sinks.to(logits.dtype)], dim=-1)
     weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(query.dtype)
     if sinks is not None:
-        weights = weights[..., :-1]
+        weights = weights[..., : key.shape[2]]
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0)  # as sdpa: a query that sees nothing gets zeros
     weights = torch.nn.functional.dropout(weights, dropout, training=dropout > 0)
