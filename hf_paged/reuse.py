@@ -132,10 +132,11 @@ def load_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> int:
 
 def check_exact(config: PreTrainedConfig, columns: int) -> None:
     """Raise ValueError where K/V of a prefix are not what a longer prompt would compute."""
+    paged = paged_windows(config)
     others = [
         type(layer).__name__
         for index, layer in enumerate(dynamic_layers(config))
-        if index not in paged_windows(config)
+        if index not in paged
     ]
     if others:
         raise ValueError(
