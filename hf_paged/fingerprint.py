@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,16 +37,22 @@ class ModelFingerprint:
     """
 
     def __init__(self) -> None:
-        self._state: tuple[Any, ...] = ()
+        self._state: list[Any] = []
         self._weights = ""
 
     def of(self, model: torch.nn.Module) -> str:
-        state = tuple(
-            (t.data_ptr(), 0 if t.is_inference() else t._version) for _, t in _weights(model)
-        )
+        state, adapters = [], []
+        for module in model.modules():
+            for weight in (*module._parameters.values(), *module._buffers.values()):
+                if weight is not None:
+                    version = 0 if weight.is_inference() else weight._version
+                    state.append((id(weight), weight.data_ptr(), version))
+            # A layer that PEFT has wrapped; models have methods of that name.
+            if isinstance(getattr(type(module), "disable_adapters", None), property):
+                adapters.append([str(module.active_adapters), str(module.disable_adapters)])
         if state != self._state or not self._weights:
             self._state, self._weights = state, _sampled(model)
-        return json.dumps({"weights": self._weights, "adapters": list(_adapters(model))})
+        return json.dumps({"weights": self._weights, "adapters": adapters})
 
 
 def encode_extra_key(extra_key: ExtraKey) -> str:
@@ -72,24 +77,11 @@ def _tagged(key: Any) -> dict[str, Any]:
     )
 
 
-def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def _sampled(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
-    for name, weight in _weights(model):
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLE)].contiguous().cpu()
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _adapters(model: torch.nn.Module) -> Iterator[tuple[str, list[str], bool]]:
-    """(layer, its active adapters, whether they are off) of each layer that PEFT has wrapped."""
-    for name, module in model.named_modules():
-        active = getattr(module, "active_adapters", None)
-        if isinstance(active, list | tuple) and hasattr(module, "disable_adapters"):
-            yield name, list(active), bool(module.disable_adapters)

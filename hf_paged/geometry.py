@@ -84,6 +84,30 @@ def stateful_layers(config: PreTrainedConfig) -> list[int]:
     ]
 
 
+def longest_prefix(config: PreTrainedConfig) -> int | None:
+    """The longest prompt whose beginning has the K/V that it would have alone; None is any.
+
+    Beyond it the rotary frequencies depend on the length itself (dynamic scaling, LongRoPE).
+
+    Raises:
+        ValueError: layers keep other states than K/V, which are known for whole prompts only.
+    """
+    others = stateful_layers(config)
+    if others:
+        kind = type(dynamic_layers(config)[others[0]]).__name__
+        raise ValueError(
+            f"Prefixes of this model cannot be reused: {len(others)} layers keep other states than "
+            f"K/V ({kind}), which are known for whole prompts only; use plain caches."
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = parameters.get("rope_type", "default")
+        if kind == "longrope" or "dynamic" in kind:
+            original = parameters.get("original_max_position_embeddings")
+            return original or config.max_position_embeddings
+    return None
+
+
 def check_cacheable(config: PreTrainedConfig) -> None:
     """Raise a ValueError that says why, if there is nothing to page in a decoder of this config."""
     kind = config.model_type

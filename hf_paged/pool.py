@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from .geometry import (
     decoder_config,
     elements_per_token,
     layer_config,
+    longest_prefix,
     paged_windows,
     parse_memory,
 )
@@ -295,6 +297,15 @@ class BlockPool:
         ]
         self.group_of_layer = {i: n for n, g in enumerate(self.groups) for i in g.layers}
         self.index = PrefixIndex(self.groups, block_size)
+
+    @cached_property
+    def longest_prefix(self) -> int | None:
+        """The longest prompt whose beginning can be reused, None for any.
+
+        Raises:
+            ValueError: the model's prefixes cannot be reused exactly.
+        """
+        return longest_prefix(self.config)
 
     @property
     def num_blocks(self) -> int:

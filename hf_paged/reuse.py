@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from .cache import PagedCache
-from .geometry import dynamic_layers, stateful_layers
 from .prefix import Key, longest_readable
 from .snapshot import Snapshot
 from .table import BlockTables, Tokens, first_block
@@ -28,7 +26,7 @@ def match_prefix(
 ) -> PagedCache:
     """A cache that holds what the index knows of the prompts; see `BlockPool.match_prefix`."""
     prompts, padding = _prompts(input_ids, attention_mask)
-    check_exact(pool.config, input_ids.shape[1])
+    _check_length(pool, input_ids.shape[1])
     with pool.lock:
         pool.collect()
         found = [pool.index.match(key, prompt) for prompt in prompts]
@@ -69,7 +67,7 @@ def insert_prefix(
             "The cache has padding behind a token, so its positions are not those of the tokens "
             "alone; pad on the left."
         )
-    check_exact(pool.config, tokens.columns)
+    _check_length(pool, tokens.columns)
     mask = tokens.mask()[rows, :columns]
     if attention_mask is not None:
         given = np.asarray(attention_mask.cpu(), bool)[:, :columns]
@@ -130,33 +128,13 @@ def load_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> int:
     return fresh
 
 
-def check_exact(config: PreTrainedConfig, columns: int) -> None:
-    """Raise ValueError where K/V of a prefix are not what a longer prompt would compute."""
-    others = stateful_layers(config)
-    if others:
-        kind = type(dynamic_layers(config)[others[0]]).__name__
+def _check_length(pool: BlockPool, columns: int) -> None:
+    longest = pool.longest_prefix
+    if longest is not None and columns > longest:
         raise ValueError(
-            f"Prefixes of this model cannot be reused: {len(others)} layers keep other states than "
-            f"K/V ({kind}), which are known for whole prompts only; use plain caches."
-        )
-    limit = _length_limit(config)
-    if limit is not None and columns > limit:
-        raise ValueError(
-            f"Prefixes of more than {limit} tokens cannot be reused, since this model's rotary "
+            f"Prefixes of more than {longest} tokens cannot be reused, since this model's rotary "
             f"embedding depends on the prompt's whole length from there on; got {columns}."
         )
-
-
-def _length_limit(config: PreTrainedConfig) -> int | None:
-    """The length from which on the rotary frequencies depend on the length itself."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    for parameters in kinds:
-        kind = parameters.get("rope_type", "default")
-        if kind == "longrope" or "dynamic" in kind:
-            original = parameters.get("original_max_position_embeddings")
-            return original or config.max_position_embeddings
-    return None
 
 
 def _prompts(
