@@ -24,8 +24,8 @@ from transformers import (
     DynamicCache,
     Gemma3TextConfig,
     LlamaConfig,
-    Mamba2Config,
     Phi3Config,
+    Qwen3NextConfig,
     StoppingCriteriaList,
 )
 
@@ -353,7 +353,9 @@ def test_clear_prefixes_leaves_caches_alone() -> None:
 
 
 def test_recurrent_layers_are_refused() -> None:
-    config = Mamba2Config(num_hidden_layers=2, hidden_size=16, num_heads=4, head_dim=8)
+    config = Qwen3NextConfig(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
+    )
     pool = BlockPool(config)
     with pytest.raises(ValueError, match="other states than K/V"):
         pool.match_prefix(prompt(5))
