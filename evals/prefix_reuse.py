@@ -323,7 +323,10 @@ def trees(tokens: int, prompts: int, rounds: int) -> Iterator[dict[str, Any]]:
         [match] = alternate(rounds, partial(match_and_free, pool, whole))
         with pool.match_prefix(whole) as cache:
             assert cache.get_seq_length() == tokens - 1
-            [insert] = alternate(rounds, partial(pool.insert_prefix, cache, whole))
+            [insert] = alternate(
+                rounds,
+                partial(pool.insert_prefix, cache, whole, attention_mask=torch.ones_like(whole)),
+            )
         yield {
             "case": f"{prompts} prompts that {shape}, {tokens} tokens",
             "blocks": pool.num_used + pool.num_evictable,
@@ -341,7 +344,7 @@ def pool_that_knows(prompts: list[list[int]]) -> BlockPool:
         with pool.match_prefix(ids) as cache:
             missing = len(prompt) - cache.get_seq_length()
             cache.update(*torch.zeros(2, 1, 1, missing, 2), 0)
-            pool.insert_prefix(cache, ids)
+            pool.insert_prefix(cache, ids, attention_mask=torch.ones_like(ids))
     return pool
 
 

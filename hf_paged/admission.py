@@ -55,19 +55,18 @@ def batches(
             for prompt in tokens
         ]
     ).reshape(len(tokens), len(pool.groups))
-    room = _room(pool)
-    never = np.flatnonzero((needs > room).any(1))
+    room, most = _room(pool)
+    never = np.flatnonzero((needs > most).any(1))
     if len(never):
         longest = max(len(tokens[index]) for index in never)
         raise ValueError(
             f"Prompts {never[:10].tolist()}{' and more' if len(never) > 10 else ''} can never fit: "
             f"with {longest} tokens and max_new_tokens={max_new_tokens} they need up to "
-            f"{int(needs[never].max())} blocks of a group and there is room for "
-            f"{int(room.min())}; raise num_blocks or leave them out."
+            f"{int(needs[never].max())} blocks of a group, of which there are {int(most.min())}; "
+            "raise num_blocks or leave them out."
         )
-    return _admit(
-        _in_groups(tokens, pool.block_size), tokens, needs, room, max_prompts, pad_token_id
-    )
+    order = _in_groups(tokens, pool.block_size)
+    return _admit(order, tokens, needs, room, max_prompts, pad_token_id)
 
 
 def _admit(
@@ -78,8 +77,18 @@ def _admit(
     max_prompts: int | None,
     pad_token_id: int,
 ) -> Iterator[PromptBatch]:
+    """Batches in `order`.
+
+    Raises:
+        RuntimeError: caches hold so much of the pool that a prompt has no room.
+    """
     batch: list[int] = []
     for index in order:
+        if (needs[index] > room).any():
+            raise RuntimeError(
+                f"Prompt {index} needs {int(needs[index].max())} blocks of a group, and caches "
+                f"leave {int(room.min())}; free() the caches that are not used any more."
+            )
         full = len(batch) == max_prompts or (needs[[*batch, index]].sum(0) > room).any()
         if batch and full:
             yield _padded(batch, tokens, pad_token_id)
@@ -107,16 +116,22 @@ def _reservation(group: BlockGroup, tokens: int) -> int:
     return blocks + 1
 
 
-def _room(pool: BlockPool) -> np.ndarray:
-    """Blocks of each group that no cache holds now; infinite where a group grows."""
+def _room(pool: BlockPool) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of each group that no cache holds now, and all; infinite where a group grows."""
     with pool.lock:
         pool.collect()
         evictable = pool.index.evictable()
-        return np.array(
-            [
-                np.inf if group.max_blocks is None else group.num_free + evictable[index]
-                for index, group in enumerate(pool.groups)
-            ]
+        return tuple(  # type: ignore[return-value]
+            np.array(counts)
+            for counts in zip(
+                *(
+                    (np.inf, np.inf)
+                    if group.max_blocks is None
+                    else (group.num_free + evictable[index], group.max_blocks)
+                    for index, group in enumerate(pool.groups)
+                ),
+                strict=True,
+            )
         )
 
 
@@ -159,15 +174,18 @@ class FreeFinishedRows(StoppingCriteria):
     """
 
     def __init__(self, cache: PagedCache, eos_token_id: int | Sequence[int]):
+        if eos_token_id is None:
+            raise ValueError("FreeFinishedRows needs the eos_token_id that ends a row.")
         self._cache = cache
-        self._eos = torch.as_tensor(eos_token_id).reshape(-1)
+        # By this name generate knows that rows end, and pads them.
+        self.eos_token_id = torch.as_tensor(eos_token_id).reshape(-1)
         self._finished: torch.Tensor | None = None
 
     def __call__(
         self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """bool [rows], the rows that have ended."""
-        ended = torch.isin(input_ids[:, -1], self._eos.to(input_ids.device))
+        ended = torch.isin(input_ids[:, -1], self.eos_token_id.to(input_ids.device))
         before = torch.zeros_like(ended) if self._finished is None else self._finished
         self._finished = before | ended
         fresh = self._finished & ~before

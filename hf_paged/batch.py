@@ -56,9 +56,10 @@ class Batch:
         self._group_steps: list[GroupStep] = []
         self._sharing: Sharing | None = None
         self.record_past = False
-        # Beam search moves rows without telling which of its sequences they are: the tokens of a
-        # row are known up to the first such move.
-        self._moved_at: int | None = None
+        # The columns whose K/V are those of the caller's sequences, each behind its own past alone:
+        # not after beam search has moved rows, nor under a mask that is more than a pattern.
+        self._known: int | None = None
+        self._has_unmasked = False  # whether a step came without our mask function
         self._outside: tuple[Snapshot, Tokens] | None = None
         self._freed_rows: np.ndarray | None = None  # bool [rows], if there are any
         self.calls = Calls()
@@ -145,11 +146,12 @@ class Batch:
             if self._sharing is not None:
                 self._part(self._sharing.differing(step, new_keys, new_values))
             group = self._group_steps[self.pool.group_of_layer[layer]]
-            storage.write(
-                group.slots(keys.device),
-                group.keep_written(new_keys),
-                group.keep_written(new_values),
-            )
+            with self.pool.lock:  # another thread may be moving this memory to make it grow
+                storage.write(
+                    group.slots(keys.device),
+                    group.keep_written(new_keys),
+                    group.keep_written(new_values),
+                )
         except BaseException:
             self._roll_back(step)
             raise
@@ -188,16 +190,22 @@ class Batch:
         self._settle()
         self._end_step()
         columns = self.columns
-        return self.tables, columns if self._moved_at is None else min(self._moved_at, columns)
+        return self.tables, columns if self._known is None else min(self._known, columns)
 
     def adopt(self, tables: BlockTables, known: int | None) -> None:
         """Begin with the rows of `tables`, whose first `known` columns are (None: all) known."""
         self.tables = tables
-        self._moved_at = known if known is not None and known < self.columns else None
+        self._known = known if known is not None and known < self.columns else None
+
+    @property
+    def may_hold_padding(self) -> bool:
+        """Whether a model that does not call our mask function may have had padding stored."""
+        return self._has_unmasked
 
     def note_move(self) -> None:
         """From here on rows may no longer be the sequences that a caller takes them for."""
-        self._moved_at = self.known_tables()[1] or None
+        if self.columns:
+            self._known = self.known_tables()[1]
 
     def select(self, rows: np.ndarray) -> None:
         """Make the rows `rows` of the present ones; an index may repeat or be left out."""
@@ -213,7 +221,8 @@ class Batch:
         batch = Batch(self.pool, self.backend, self.share_prompts)
         batch.tables = self.tables.select(rows)
         batch._freed_rows = None if self._freed_rows is None else self._freed_rows[rows]
-        batch.record_past, batch._moved_at = self.record_past, self._moved_at
+        batch.record_past, batch._known = self.record_past, self._known
+        batch._has_unmasked = self._has_unmasked
         batch._idle, batch._has_completed = set(self._idle), self._has_completed
         return batch
 
@@ -229,8 +238,8 @@ class Batch:
             raise ValueError(f"Cannot crop {columns} tokens of a cache that holds {self.columns}.")
         if columns:
             self.tables.truncate(self.columns - columns)
-            if self._moved_at is not None:
-                self._moved_at = min(self._moved_at, self.columns) or None
+            if self._known is not None:
+                self._known = min(self._known, self.columns)
         self.tables.drop_outside_windows()
         self._end_step()
 
@@ -267,7 +276,8 @@ class Batch:
         self._check_usable()
         self._end_step()
         self._behind.clear()
-        self._blamed, self._moved_at, self._freed_rows = frozenset(), None, None
+        self._blamed, self._known, self._freed_rows = frozenset(), None, None
+        self._has_unmasked = False
         self.tables.release()
 
     def free(self) -> None:
@@ -284,6 +294,13 @@ class Batch:
         were = self.rows
         if not self.columns:
             self.tables = BlockTables(self.pool, rows)
+            self._known = self._freed_rows = None
+            self._has_unmasked = False
+        if self._freed_rows is not None and columns > 1:
+            raise RuntimeError(
+                "Rows of this cache have been freed, so it cannot go on with more than the token "
+                "that generate gives an ended row; keep the others by batch_select_indices."
+            )
         if self.rows not in (1, rows):
             raise self._wrong_rows(rows)
         if not self.record_past:
@@ -414,6 +431,9 @@ class Batch:
     def _new_tokens(self, rows: int, columns: int) -> np.ndarray | None:
         mask = self._mask() if self._mask is not None else None
         self._mask = None
+        self._has_unmasked |= mask is None
+        if mask is not None and mask.pattern is None and self._known is None:
+            self._known = self.columns
         new = None if mask is None else mask.new_tokens
         if new is not None and new.shape != (rows, columns):
             new = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from functools import partial
 from inspect import signature
 from types import TracebackType
 from typing import Any
@@ -90,11 +91,17 @@ class PagedCache(DynamicCache):
         return cache
 
     def known_tables(self) -> tuple[BlockTables, int]:
-        """The block tables, and the columns whose tokens are those of the caller's sequences.
+        """The block tables, and the columns whose K/V are those of the caller's sequences.
 
-        After `reorder_cache`, which beam search calls, those are the columns in front of it.
+        After `reorder_cache`, which beam search calls, and after a mask that is more than causal,
+        those are the columns in front of it.
         """
         return self._batch.known_tables()
+
+    @property
+    def may_hold_padding(self) -> bool:
+        """Whether padding may be stored, as a model without our mask function has it stored."""
+        return self._batch.may_hold_padding
 
     def _set_batch(self, batch: Batch) -> None:
         self._batch = batch
@@ -162,8 +169,7 @@ class PagedCache(DynamicCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, in that order; an index may repeat."""
-        rows = np.asarray(torch.as_tensor(indices).cpu())
-        rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64).reshape(-1)
+        rows = _row_numbers(indices)
         self._batch.select(rows)
         for layer in self._stateful_layers():
             _select_states(layer, rows)
@@ -290,9 +296,7 @@ class PagedCache(DynamicCache):
         Raises:
             ValueError: the file is damaged, or of another model.
         """
-        snapshot, pool = Snapshot.load(
-            path, "cache", lambda block_size: BlockPool(config, block_size=block_size)
-        )
+        snapshot, pool = Snapshot.load(path, "cache", partial(BlockPool, config))
         columns, known = snapshot.facts.get("columns", -1), snapshot.facts.get("known")
         tokens = Tokens(columns, snapshot.lengths, snapshot.arrays.get("is_token"))
         if not tokens.is_sound() or not isinstance(known, int):
@@ -307,7 +311,7 @@ class PagedCache(DynamicCache):
 
         The rows stay in the batch, and attention gives zeros for them.
         """
-        self._batch.free_rows(np.asarray(rows.cpu(), np.int64).reshape(-1))
+        self._batch.free_rows(_row_numbers(rows))
 
     def free(self) -> None:
         """Give all blocks back now; the cache cannot be used any more."""
@@ -368,6 +372,12 @@ class PagedCache(DynamicCache):
     def _stateful_layers(self) -> list[Any]:
         """The layers that keep something outside of the blocks."""
         return [layer for layer in self.layers if type(layer) is not PagedLayer]
+
+
+def _row_numbers(indices: torch.Tensor) -> np.ndarray:
+    """int64, the rows that `indices` are, or where it is True."""
+    rows = np.asarray(torch.as_tensor(indices).cpu())
+    return np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64).reshape(-1)
 
 
 def encoder_decoder_cache(config: PreTrainedConfig, **kwargs: Any) -> EncoderDecoderCache:

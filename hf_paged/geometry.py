@@ -38,6 +38,19 @@ WITHOUT_CACHE = {
     "xlnet": "it keeps hidden states (mems)",
     "xlstm": "it keeps recurrent states",
 }
+# Models that take no position_ids and count columns, padding included.
+POSITIONS_WITH_PADDING = {
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "marian",
+    "mbart",
+    "mvp",
+    "pegasus",
+    "plbart",
+    "trocr",
+}
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 
@@ -90,8 +103,14 @@ def longest_prefix(config: PreTrainedConfig) -> int | None:
     Beyond it the rotary frequencies depend on the length itself (dynamic scaling, LongRoPE).
 
     Raises:
-        ValueError: layers keep other states than K/V, which are known for whole prompts only.
+        ValueError: layers keep other states than K/V, which are known for whole prompts only, or
+            K/V depend on another input too.
     """
+    if config.is_encoder_decoder:
+        raise ValueError(
+            "Prefixes of an encoder-decoder model cannot be reused: the K/V of its decoder depend "
+            "on what the encoder reads; use plain caches."
+        )
     others = stateful_layers(config)
     if others:
         kind = type(dynamic_layers(config)[others[0]]).__name__

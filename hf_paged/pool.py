@@ -73,6 +73,7 @@ class LayerStorage:
         keys, values: [num_blocks, block_size, kv_heads, stored_dim], the memory; where it is wider
             than head_dim, zeros follow each head.
         dims: head_dim of K and of V.
+        given_dtype: dtype of the K/V as the model computes them.
 
     Attributes:
         keys, values: [num_blocks, block_size, kv_heads, head_dim].
@@ -80,8 +81,14 @@ class LayerStorage:
         key_slots, value_slots: the same memory as `keys` as [slots, kv_heads, head_dim].
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, dims: tuple[int, int]):
-        self._dims = dims
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        dims: tuple[int, int],
+        given_dtype: torch.dtype,
+    ):
+        self._dims, self.given_dtype = dims, given_dtype
         self._set(keys, values)
 
     def _set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -286,7 +293,8 @@ class BlockPool:
         # other call, so it only queues them here and the next call returns their blocks.
         self._dropped: deque[list[np.ndarray]] = deque()
         if self.max_memory is not None:
-            num_blocks = self._blocks_in_memory(bytes_per_token(self.config, kv_dtype or dtype))
+            computed = dtype or getattr(model, "dtype", None)
+            num_blocks = self._blocks_in_memory(bytes_per_token(self.config, kv_dtype or computed))
         by_window: dict[int | None, list[int]] = {}
         for layer, window in paged_windows(self.config).items():
             by_window.setdefault(window, []).append(layer)
@@ -297,6 +305,13 @@ class BlockPool:
         ]
         self.group_of_layer = {i: n for n, g in enumerate(self.groups) for i in g.layers}
         self.index = PrefixIndex(self.groups, block_size)
+
+    @property
+    def home(self) -> torch.device | None:
+        """Where K/V that are loaded go: the pool's device, or its model's."""
+        if self.device is None and self._model is not None:
+            return next(self._model.parameters()).device
+        return self.device
 
     @cached_property
     def longest_prefix(self) -> int | None:
@@ -362,7 +377,8 @@ class BlockPool:
             pool.insert_prefix(cache, sequences)
 
         All rows continue at the same column, so what is reused of a batch is what all rows know,
-        counted in columns, and at least the last token of each prompt is left to compute.
+        counted in columns, and at least the last token of each prompt is left to compute. An
+        assistant or prompt lookup takes no cache that already holds tokens.
 
         Args:
             input_ids: whole numbers [rows, tokens], the prompts, padded on the left.
@@ -392,7 +408,9 @@ class BlockPool:
         """Index the tokens that a cache holds; what was known before is then stored once.
 
         The K/V must be those of a prompt on its own: computed by generate or `PagedCache.prefill`,
-        which give a token its position without the padding in front of it.
+        which give a token its position without the padding in front of it. Tokens behind the first
+        mask that is more than causal (image blocks, packed sequences) are left out. Rows on
+        different adapters (`adapter_names`) need an `extra_key` each.
 
         After beam search the rows of a cache are not the sequences that it returned: their prompts
         are indexed, and no more.
@@ -404,7 +422,7 @@ class BlockPool:
             extra_key: as for `match_prefix`.
 
         Returns:
-            How many tokens became reusable that were not before.
+            How many tokens are indexed that were not before.
 
         Raises:
             ValueError: the sequences, the mask and the cache do not belong together, there is
@@ -435,7 +453,8 @@ class BlockPool:
 
         Prompts that begin alike are put together. What caches hold when this is called is left out
         of the reckoning; a batch's own cache must be gone, or freed, before the next one's generate
-        (binding its name again is enough).
+        (binding its name again is enough). With windows, an assistant or prompt lookup holds more
+        than is reckoned here.
 
         Args:
             prompts: the token ids of each prompt.
@@ -446,6 +465,7 @@ class BlockPool:
 
         Raises:
             ValueError: a prompt that can never fit, with its index; said before the first batch.
+            RuntimeError: one for which caches have left no room, when its turn comes.
         """
         from .admission import batches
 
@@ -580,10 +600,10 @@ class BlockPool:
                     f"Layer {layer} stores {name} of (kv_heads, head_dim) {(heads, dim)}, got "
                     f"{(new.shape[1], new.shape[3])}; use a pool made for this model's config."
                 )
-            if self.kv_dtype is None and new.dtype != stored.dtype:
+            if new.dtype != storage.given_dtype:
                 raise ValueError(
-                    f"Layer {layer} stores {name} as {stored.dtype}, got {new.dtype}; use one "
-                    "dtype for all calls on a pool, or choose kv_dtype."
+                    f"Layer {layer} has had {name} of {storage.given_dtype}, got {new.dtype}; use "
+                    "one dtype for all calls on a pool."
                 )
             if new.device != stored.device:
                 raise ValueError(
@@ -606,7 +626,7 @@ class BlockPool:
                     for states, dim in zip((keys, values), stored_dims, strict=True)
                 ]
                 dims = keys.shape[3], values.shape[3]
-                group.storage[layer] = LayerStorage(memory[0], memory[1], dims)
+                group.storage[layer] = LayerStorage(memory[0], memory[1], dims, keys.dtype)
                 self._check_budget(layer)
             return group.storage[layer]
 

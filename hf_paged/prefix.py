@@ -79,6 +79,8 @@ class PrefixIndex:
             How many of the tokens were not known before.
         """
         known = self._walk(key, tokens)[1]
+        if not tokens:
+            return 0
         node = self._roots.setdefault(key, Node((), [], None))
         path = []
         for index, label in enumerate(self._labels(tokens)):
@@ -280,7 +282,10 @@ class PrefixIndex:
 
     def _remove(self, node: Node) -> None:
         assert node.parent is not None
-        del node.parent.children[node.label], self._order[node]
+        parent = node.parent
+        del parent.children[node.label], self._order[node]
+        if parent.parent is None and not parent.children:
+            self._roots = {key: root for key, root in self._roots.items() if root is not parent}
         node.parent = None
         self._let_go(node, range(len(node.blocks)))
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .cache import PagedCache
+from .geometry import POSITIONS_WITH_PADDING
 from .prefix import Key, longest_readable
 from .snapshot import Snapshot
 from .table import BlockTables, Tokens, first_block
@@ -26,6 +27,7 @@ def match_prefix(
 ) -> PagedCache:
     """A cache that holds what the index knows of the prompts; see `BlockPool.match_prefix`."""
     prompts, padding = _prompts(input_ids, attention_mask)
+    _check_positions(pool, np.arange(input_ids.shape[1]) >= padding[:, None])
     _check_length(pool, input_ids.shape[1])
     with pool.lock:
         pool.collect()
@@ -69,19 +71,31 @@ def insert_prefix(
         )
     _check_length(pool, tokens.columns)
     mask = tokens.mask()[rows, :columns]
+    _check_positions(pool, mask)
+    if cache.may_hold_padding and (
+        attention_mask is None or not bool(torch.as_tensor(attention_mask).all())
+    ):
+        raise ValueError(
+            "The model did not ask the cache for its mask, so padding is stored like tokens; use "
+            'attn_implementation="hf_paged", or pass the attention_mask of prompts without padding.'
+        )
     if attention_mask is not None:
         given = np.asarray(attention_mask.cpu(), bool)[:, :columns]
-        if given.shape[0] != len(rows) or (given != mask[:, : given.shape[1]]).any():
+        kept = mask.any(1)  # of rows that were freed nothing is known
+        if given.shape[0] != len(rows) or (given != mask[:, : given.shape[1]])[kept].any():
             raise ValueError(
                 "The attention_mask is not the one that the cache was computed with; pass that of "
                 "the prompts, or none."
             )
     with pool.lock:
         pool.collect()
-        return sum(
-            pool.index.insert(key, row_ids[is_token].tolist(), [t[row] for t in tables.tables])
-            for row, row_ids, is_token in zip(rows, ids[:, :columns], mask, strict=True)
-        )
+        fresh = 0
+        for row, row_ids, is_token in zip(rows, ids[:, :columns], mask, strict=True):
+            known = row_ids[is_token].tolist()
+            if columns < tokens.columns:  # a block with other tokens behind these stays the row's
+                known = known[: len(known) // pool.block_size * pool.block_size]
+            fresh += pool.index.insert(key, known, [table[row] for table in tables.tables])
+        return fresh
 
 
 def save_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> None:
@@ -104,7 +118,7 @@ def save_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> None:
 
 def load_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> int:
     """Insert each row of a file, in the order in which they were last used."""
-    snapshot, _ = Snapshot.load(path, "prefixes", lambda block_size: pool)
+    snapshot, _ = Snapshot.load(path, "prefixes", lambda **kwargs: pool)
     extra_keys, tokens = snapshot.facts.get("extra_keys"), snapshot.arrays.get("tokens")
     lengths = snapshot.lengths
     if (
@@ -126,6 +140,14 @@ def load_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> int:
         )
         tables.release()
     return fresh
+
+
+def _check_positions(pool: BlockPool, mask: np.ndarray) -> None:
+    if pool.config.model_type in POSITIONS_WITH_PADDING and not mask.all():
+        raise ValueError(
+            f"A {pool.config.model_type} model counts padding as positions, so padded prompts have "
+            "K/V of their own; use batches of prompts of one length."
+        )
 
 
 def _check_length(pool: BlockPool, columns: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ class Snapshot:
         tables: for each layer group int64 [rows, width], numbers of the copied blocks, -1 for none.
         states: K and V of each layer, [blocks of its group, block_size, kv_heads, head_dim]. Slots
             without a token are zero.
+        given_dtypes: dtype of each layer's K/V as the model computes them.
         facts: what else is to be known, as JSON has it.
         arrays: further arrays, by name.
     """
@@ -43,6 +44,7 @@ class Snapshot:
     lengths: np.ndarray
     tables: list[np.ndarray]
     states: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    given_dtypes: dict[int, torch.dtype]
     facts: dict[str, Any] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -55,7 +57,7 @@ class Snapshot:
         device: torch.device | str = "cpu",
     ) -> Snapshot:
         """Copy what `tables` (physical blocks, [rows, width] for each group) hold to `device`."""
-        numbers, states = [], {}
+        numbers, states, given = [], {}, {}
         with pool.lock:
             for group, table in zip(pool.groups, tables, strict=True):
                 blocks, number = np.unique(table[table >= 0], return_inverse=True)
@@ -72,7 +74,8 @@ class Snapshot:
                     for copy in copies:
                         copy[empty.to(copy.device)] = 0
                     states[layer] = (copies[0], copies[1])
-        return cls(lengths, numbers, states)
+                    given[layer] = storage.given_dtype
+        return cls(lengths, numbers, states, given)
 
     def place(self, pool: BlockPool, tokens: Tokens) -> BlockTables:
         """Put the blocks into a pool, as those of rows of `tokens`.
@@ -85,8 +88,12 @@ class Snapshot:
         with pool.lock:
             storages = {}
             for layer, (keys, values) in sorted(self.states.items()):
-                device = pool.device or keys.device
-                like = [states[:1].transpose(1, 2).to(device) for states in (keys, values)]
+                like = [
+                    states[:1]
+                    .transpose(1, 2)
+                    .to(pool.home or keys.device, self.given_dtypes[layer])
+                    for states in (keys, values)
+                ]
                 storages[layer] = pool.layer_storage(layer, like[0], like[1])
                 if storages[layer].keys.dtype != keys.dtype:
                     raise ValueError(
@@ -94,19 +101,21 @@ class Snapshot:
                         f"{storages[layer].keys.dtype}; use a pool of the same kv_dtype."
                     )
             taken = pool.take(counts)
-            for layer, storage in storages.items():
-                index = torch.from_numpy(taken[pool.group_of_layer[layer]])
-                for stored, states in zip(
-                    (storage.keys, storage.values), self.states[layer], strict=True
-                ):
-                    stored[index.to(stored.device)] = states.to(stored.device)
-            tables = [
-                np.append(blocks, -1)[table].astype(np.int32)
-                for table, blocks in zip(self.tables, taken, strict=True)
-            ]
-            held = BlockTables.holding(pool, tokens, tables)
-            for group, blocks in zip(pool.groups, taken, strict=True):
-                group.release(blocks)
+            try:
+                for layer, storage in storages.items():
+                    index = torch.from_numpy(taken[pool.group_of_layer[layer]])
+                    for stored, states in zip(
+                        (storage.keys, storage.values), self.states[layer], strict=True
+                    ):
+                        stored[index.to(stored.device)] = states.to(stored.device)
+                tables = [
+                    np.append(blocks, -1)[table].astype(np.int32)
+                    for table, blocks in zip(self.tables, taken, strict=True)
+                ]
+                held = BlockTables.holding(pool, tokens, tables)
+            finally:
+                for group, blocks in zip(pool.groups, taken, strict=True):
+                    group.release(blocks)
         return held
 
     def save(self, path: str | os.PathLike[str], pool: BlockPool, kind: str) -> None:
@@ -117,6 +126,8 @@ class Snapshot:
             "identity": pool.identity(),
             "block_size": pool.block_size,
             "windows": [group.window for group in pool.groups],
+            "kv_dtype": None if pool.kv_dtype is None else _name(pool.kv_dtype),
+            "given_dtypes": {str(i): _name(dtype) for i, dtype in self.given_dtypes.items()},
             **self.facts,
         }
         arrays = {"lengths": self.lengths, **self.arrays}
@@ -124,25 +135,24 @@ class Snapshot:
         tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
         for layer, (keys, values) in self.states.items():
             tensors |= {f"layer.{layer}.keys": keys, f"layer.{layer}.values": values}
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
+        name = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             save_file(tensors, name, {"format": FORMAT, "facts": json.dumps(facts)})
             with open(name, "rb") as written:
                 os.fsync(written.fileno())
             os.replace(name, path)
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            name.unlink(missing_ok=True)
             raise
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], kind: str, pool_for: Callable[[int], BlockPool]
+        cls, path: str | os.PathLike[str], kind: str, pool_for: Callable[..., BlockPool]
     ) -> tuple[Snapshot, BlockPool]:
         """Read a file and check that it is whole, of this `kind`, and of the pool's layers.
 
         Args:
-            pool_for: returns the pool that it is for, given the file's block_size.
+            pool_for: returns the pool that it is for, given the file's block_size and kv_dtype.
 
         Raises:
             ValueError: it is not; the pool is as before.
@@ -156,7 +166,11 @@ class Snapshot:
             snapshot = _parse(tensors, json.loads(metadata["facts"]))
             if snapshot.facts.get("kind") != kind:
                 raise _Wrong(f"it holds {snapshot.facts.get('kind')!r}, not {kind!r}")
-            pool = pool_for(snapshot.facts["block_size"])
+            kv_dtype = snapshot.facts["kv_dtype"]
+            pool = pool_for(
+                block_size=snapshot.facts["block_size"],
+                kv_dtype=None if kv_dtype is None else _dtype(kv_dtype),
+            )
             _check(snapshot, pool)
         except _MALFORMED as error:
             raise ValueError(f"{path} is damaged or no file of hf_paged: {error}.") from error
@@ -170,7 +184,15 @@ class _Wrong(Exception):
 
 
 # What comes of reading a file whose parts are not there or not what they should be.
-_MALFORMED = (SafetensorError, KeyError, TypeError, IndexError, AttributeError, ValueError)
+_MALFORMED = (
+    SafetensorError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    ValueError,
+    RecursionError,
+)
 
 
 def _filled(lengths: np.ndarray, table: np.ndarray, blocks: int, block_size: int) -> np.ndarray:
@@ -190,7 +212,19 @@ def _parse(tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> Snapshot:
     arrays = {n: t.numpy() for n, t in tensors.items() if not n.startswith("layer.")}
     lengths = arrays.pop("lengths")
     tables = [arrays.pop(f"table.{index}") for index in range(len(facts["windows"]))]
-    return Snapshot(lengths, tables, states, facts, arrays)
+    given = {layer: _dtype(facts["given_dtypes"][str(layer)]) for layer in states}
+    return Snapshot(lengths, tables, states, given, facts, arrays)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
 
 
 def _check(snapshot: Snapshot, pool: BlockPool) -> None:
@@ -202,6 +236,8 @@ def _check(snapshot: Snapshot, pool: BlockPool) -> None:
         raise _Wrong(f"its block_size is {facts['block_size']}, the pool's is {size}")
     if facts["windows"] != [group.window for group in pool.groups]:
         raise _Wrong(f"its layer groups have windows {facts['windows']}, the pool's have not")
+    if facts["kv_dtype"] != (None if pool.kv_dtype is None else _name(pool.kv_dtype)):
+        raise _Wrong(f"its kv_dtype is {facts['kv_dtype']}, the pool's is {pool.kv_dtype}")
     lengths = snapshot.lengths
     if lengths.ndim != 1 or lengths.dtype != np.int64 or (lengths < 0).any():
         raise _Wrong("its row lengths are not counts")

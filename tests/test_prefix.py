@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from typing import Any
 
@@ -21,9 +22,11 @@ from hypothesis.stateful import (
 )
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    BartConfig,
     DynamicCache,
     Gemma3TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     Phi3Config,
     Qwen3NextConfig,
     StoppingCriteriaList,
@@ -164,8 +167,23 @@ def test_beam_search_indexes_its_prompts_only(model: Any) -> None:
         found = model.generate(
             **inputs, past_key_values=cache, max_new_tokens=7, num_beams=3, num_return_sequences=2
         )
-        assert pool.insert_prefix(cache, found) == 12 + 9
+        # Whole blocks: what is behind the prompt in its last block is some other beam's.
+        assert pool.insert_prefix(cache, found) == 12 + 8
     pool.check()
+
+
+def test_indexing_moved_rows_leaves_them_as_they_are() -> None:
+    model, ids = llama(), prompt(9)
+    pool = BlockPool(model, block_size=4)
+    learn(pool, model, ids)
+    cache, new = PagedCache(pool=pool), torch.tensor([[5, 6], [7, 8]])
+    with torch.no_grad():
+        model(ids.repeat(2, 1), past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        model(new, past_key_values=cache)
+        before = cache.layers[0].keys
+        pool.insert_prefix(cache, torch.cat([ids.repeat(2, 1), new], 1))
+    assert torch.equal(cache.layers[0].keys, before)
 
 
 def test_known_tokens_are_stored_once() -> None:
@@ -277,6 +295,110 @@ def test_another_adapter_never_hits() -> None:
             known.append(hits(pool, ids))
             learn(pool, model, ids)
     assert known == [0, 0, 0, 19]
+
+
+@pytest.mark.parametrize("how", ["one element", "inference", "scaling"])
+def test_a_change_that_is_easily_missed_never_hits(how: str) -> None:
+    ids = prompt(20)
+    model = llama()
+    if how == "scaling":
+        config = LoraConfig(target_modules=["up_proj"], init_lora_weights=False)
+        model = get_peft_model(model, config)
+    if how == "inference":
+        with torch.inference_mode():
+            model = copy.deepcopy(model)
+    pool = BlockPool(model, block_size=4)
+    learn(pool, model, ids)
+    assert hits(pool, ids) == 19
+    if how == "scaling":
+        for module in model.modules():
+            if hasattr(module, "scale_layer"):
+                module.scale_layer(5.0)
+    else:
+        with torch.inference_mode():
+            model.get_input_embeddings().weight[ids[0, 3], 5] += 1
+    assert hits(pool, ids) == 0
+
+
+def test_another_dtype_is_refused_where_the_pool_stores_its_own() -> None:
+    model, ids = llama(), prompt(20)
+    pool = BlockPool(model.config, block_size=4, kv_dtype=torch.bfloat16)
+    learn(pool, model, ids)
+    model.to(torch.bfloat16)
+    with pool.match_prefix(ids) as cache, pytest.raises(ValueError, match="one dtype for all"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=2)
+
+
+def test_weights_that_are_not_loaded_are_refused() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=32))
+    with pytest.raises(ValueError, match="are not loaded"):
+        BlockPool(model).match_prefix(prompt(5))
+
+
+def test_what_a_mask_beyond_causal_has_computed_is_not_indexed() -> None:
+    model, ids = llama(), prompt(12)
+    pool = BlockPool(model, block_size=4)
+    mask = torch.zeros(1, 1, 8, 12)  # the last 8 tokens see each other
+    with PagedCache(pool=pool) as cache, torch.no_grad():
+        model(ids[:, :4], past_key_values=cache)
+        model(ids[:, 4:], attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ValueError, match="did not ask the cache for its mask"):
+            pool.insert_prefix(cache, ids)
+    both_ways = tiny("gemma3_text", use_bidirectional_attention=True)
+    both_ways.set_attn_implementation("hf_paged")
+    pool = BlockPool(both_ways, block_size=4)
+    with PagedCache(pool=pool) as cache, torch.no_grad():
+        both_ways(ids, past_key_values=cache)
+        assert pool.insert_prefix(cache, ids) == 0
+
+
+def test_padding_that_was_stored_is_not_indexed() -> None:
+    """sdpa does not tell the cache what is padding, so that is stored like tokens."""
+    model = tiny("llama")
+    model.set_attn_implementation("sdpa")
+    pool, inputs = BlockPool(model, block_size=4), ragged_ids([12, 7])
+    with PagedCache(pool=pool) as cache:
+        found = model.generate(**inputs, past_key_values=cache, max_new_tokens=3)
+        for mask in (None, inputs["attention_mask"]):
+            with pytest.raises(ValueError, match="did not ask the cache for its mask"):
+                pool.insert_prefix(cache, found, attention_mask=mask)
+    with PagedCache(pool=pool) as cache:
+        ids = prompt(12)
+        found = model.generate(ids, past_key_values=cache, max_new_tokens=3)
+        assert pool.insert_prefix(cache, found, attention_mask=torch.ones_like(ids)) == 14
+
+
+def test_models_whose_positions_count_padding_are_refused_padding() -> None:
+    config = BartConfig(
+        vocab_size=99,
+        d_model=32,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        is_decoder=True,
+        is_encoder_decoder=False,
+    )
+    pool = BlockPool(config)
+    pool.match_prefix(prompt(9))
+    with pytest.raises(ValueError, match="counts padding as positions"):
+        pool.match_prefix(**padded([prompt(9), prompt(5)]))
+
+
+def test_encoder_decoder_models_are_refused() -> None:
+    pool = BlockPool(BartConfig(decoder_layers=2))
+    with pytest.raises(ValueError, match="depend on what the encoder reads"):
+        pool.match_prefix(prompt(9))
+
+
+def test_an_extra_key_whose_prefixes_are_evicted_leaves_nothing() -> None:
+    model, ids = llama(), prompt(20)
+    pool = BlockPool(model, block_size=4)
+    for tenant in range(5):
+        learn(pool, model, ids, extra_key=tenant)
+    pool.evict(100)
+    assert list(pool.index.paths()) == []
+    assert not pool.index._roots
 
 
 def test_a_hash_collision_does_not_matter() -> None:
@@ -436,9 +558,10 @@ def test_token_ids_of_any_kind_and_layout(kind: torch.dtype) -> None:
 # Threads
 
 
-def test_two_threads_on_one_bounded_pool() -> None:
+@pytest.mark.parametrize("num_blocks", [60, None])
+def test_two_threads_on_one_pool(num_blocks: int | None) -> None:
     model = llama()
-    pool = BlockPool(model, block_size=4, num_blocks=60)
+    pool = BlockPool(model, block_size=4, num_blocks=num_blocks)
     errors: list[BaseException] = []
 
     def work(thread: int) -> None:
@@ -462,7 +585,36 @@ def test_two_threads_on_one_bounded_pool() -> None:
     pool.check()
     assert pool.num_used == 0
     assert pool.stats()["hits"] > 0
-    assert pool.stats()["evictions"] > 0
+    assert (pool.stats()["evictions"] > 0) == (num_blocks is not None)
+
+
+def test_a_pool_that_grows_under_other_threads_loses_nothing() -> None:
+    pool = BlockPool(CONFIG, block_size=1)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for turn in range(20):
+            with PagedCache(pool=pool) as cache:
+                for step in range(12):
+                    states = torch.full((1, 1, 1, 2), float(1000 * number + 20 * turn + step))
+                    for layer in range(2):
+                        cache.update(states, states, layer)
+                first = 1000 * number + 20 * turn
+                if cache.layers[0].keys[0, 0, :, 0].tolist() != [*range(first, first + 12)]:
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+    pool.check()
 
 
 # Admission
@@ -503,6 +655,36 @@ def test_prompts_that_can_never_fit_are_said_up_front() -> None:
     with pytest.raises(ValueError, match="Prompt 0 must be its token ids"):
         pool.batches(["some text"], max_new_tokens=8)
     assert list(pool.batches([], max_new_tokens=8)) == []
+
+
+def test_a_second_pass_says_what_is_in_its_way() -> None:
+    model = llama()
+    pool = BlockPool(model, block_size=4, num_blocks=10)
+    prompts = [prompt(20)[0].tolist()]
+    for batch in pool.batches(prompts, max_new_tokens=6):
+        cache = pool.match_prefix(**batch.inputs)
+        model.generate(**batch.inputs, past_key_values=cache, max_new_tokens=6)
+    with pytest.raises(RuntimeError, match=r"free\(\) the caches"):
+        next(pool.batches(prompts, max_new_tokens=6))
+    cache.free()
+    assert next(pool.batches(prompts, max_new_tokens=6)).indices == [0]
+
+
+def test_freed_rows_are_refused_a_second_turn() -> None:
+    model, inputs = llama(), padded([prompt(9), prompt(5, seed=1), prompt(7, seed=2)])
+    pool = BlockPool(model, block_size=4)
+    cache = pool.match_prefix(**inputs)
+    found = model.generate(**inputs, past_key_values=cache, max_new_tokens=3)
+    cache.free_rows(torch.tensor([False, True, False]))
+    assert [length == 0 for length in cache.row_lengths] == [False, True, False]
+    # What is left is indexed, and nothing of the freed row.
+    mask = inputs["attention_mask"]
+    assert pool.insert_prefix(cache, found, attention_mask=mask) == 9 + 2 + 7 + 2
+    with pytest.raises(RuntimeError, match="Rows of this cache have been freed"), torch.no_grad():
+        model(prompt(2).repeat(3, 1), past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    cache.crop(-cache.get_seq_length())
+    assert torch.equal(model.generate(**inputs, past_key_values=cache, max_new_tokens=3), found)
 
 
 def test_rows_that_have_ended_give_their_blocks_back(model: Any) -> None:
@@ -586,7 +768,9 @@ class PrefixMachine(RuleBasedStateMachine):
         cache, ids = self.caches[self._choose(data)]
         if ids:
             used = self.pool.num_free
-            self.pool.insert_prefix(cache, torch.tensor([ids]), extra_key=key)
+            sequence = torch.tensor([ids])
+            mask = torch.ones_like(sequence)  # as no model has told the cache
+            self.pool.insert_prefix(cache, sequence, attention_mask=mask, extra_key=key)
             assert self.pool.num_free >= used  # what was known is stored once
             self.inserted[key].append(ids)
 

@@ -132,6 +132,21 @@ def test_prefixes_are_known_in_another_process(architecture: str, tmp_path: Path
         assert found.row_lengths == [11]
 
 
+def test_a_pool_that_stores_another_dtype_is_saved_as_such(tmp_path: Path) -> None:
+    model = model_of("llama")
+    pool = BlockPool(model.config, block_size=4, dtype=torch.float32, kv_dtype=torch.bfloat16)
+    cache, out = filled(model, pool)
+    pool.insert_prefix(cache, out)
+    cache.save(tmp_path / "cache")
+    pool.save_prefixes(tmp_path / "prefixes")
+    loaded = PagedCache.load(tmp_path / "cache", model.config)
+    assert torch.equal(continued(model, loaded, out), continued(model, cache.fork(), out))
+    again = BlockPool(model.config, block_size=4, dtype=torch.float32, kv_dtype=torch.bfloat16)
+    assert again.load_prefixes(tmp_path / "prefixes") > 0
+    with pytest.raises(ValueError, match="kv_dtype is bfloat16"):
+        BlockPool(model.config, block_size=4).load_prefixes(tmp_path / "prefixes")
+
+
 def test_the_least_recently_used_is_still_so_after_loading(tmp_path: Path) -> None:
     model = model_of("llama")
     pool = BlockPool(model, block_size=4)

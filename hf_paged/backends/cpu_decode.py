@@ -87,13 +87,15 @@ class Plan:
 
     def run(self, function: Any, call: AttentionCall) -> torch.Tensor:
         """float32 [tokens, heads, value_dim]."""
-        query, keys = call.query.float().contiguous(), call.storage.key_slots
+        query = call.query.float().contiguous()
+        # Held here, as another thread may make the pool grow and put other memory in their place.
+        keys, values = call.storage.key_slots, call.storage.value_slots
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         merged = query.new_empty((*query.shape[:2], self.call.value_dim))
         self._counters.fill(0)
         arguments = self.call
         arguments.query, arguments.merged = query.data_ptr(), merged.data_ptr()
-        arguments.keys, arguments.values = keys.data_ptr(), call.storage.value_slots.data_ptr()
+        arguments.keys, arguments.values = keys.data_ptr(), values.data_ptr()
         arguments.slots, arguments.kv_heads, arguments.dim = keys.shape
         arguments.scaling, arguments.softcap = call.scaling, call.softcap or 0.0
         arguments.num_sinks = 0 if sinks is None else len(sinks)
