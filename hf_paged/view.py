@@ -152,7 +152,7 @@ class LazyMask(_Densifying):
         new_tokens: bool [rows, queries], which of the step's columns are tokens; None if all are.
     """
 
-    pattern: Pattern | None
+    pattern: Pattern | None = None
     kv_length: int
     kv_offset: int
     new_tokens: Any
