@@ -128,7 +128,7 @@ def attention_error(case: Case) -> float:
         cache.batch_repeat_interleave(rows)
     views = append(cache, states[:, :, :, past:], is_token[:, past:])
     sinks = torch.randn(case.heads[0], device=device) if case.has_sinks else None
-    mask = LazyMask((1,), device, lambda: None)
+    mask = LazyMask((1,), torch.bool, device, lambda: None)
     mask.kv_length, mask.kv_offset = views[0].pages.kv_length, views[0].pages.kv_offset
     mask.pattern = Pattern() if case.window is None else Pattern("sliding", case.window)
     found, _ = paged_attention(
@@ -178,7 +178,7 @@ def one_layer_cache(
 
 def append(cache: PagedCache, states: torch.Tensor, is_token: torch.Tensor) -> Any:
     """Add K and V ([2, rows, heads, columns, dim]) to a cache of one layer, without the padding."""
-    mask = LazyMask((1,), states.device, lambda: None)
+    mask = LazyMask((1,), torch.bool, states.device, lambda: None)
     mask.new_tokens = is_token.numpy()
     cache._batch.note_mask(mask)  # as the mask function does
     return cache.update(states[0], states[1], 0)
@@ -291,7 +291,7 @@ def filled(model: LlamaForCausalLM, cache: Any, lengths: list[int]) -> Any:
     config, columns = model.config, max(lengths)
     shape = (len(lengths), config.num_key_value_heads, columns, config.head_dim)
     if isinstance(cache, PagedCache):
-        mask = LazyMask((1,), DEVICE, lambda: None)
+        mask = LazyMask((1,), torch.bool, DEVICE, lambda: None)
         is_token = torch.arange(columns) >= columns - torch.tensor(lengths)[:, None]
         mask.new_tokens = is_token.numpy()
         cache._batch.note_mask(mask)
