@@ -865,5 +865,5 @@ TestPrefixes = PrefixMachine.TestCase
 
 @pytest.mark.slow
 def test_many_more_sequences() -> None:
-    long = settings(max_examples=1500, stateful_step_count=40, deadline=None)
+    long = settings(max_examples=400, stateful_step_count=40, deadline=None)
     run_state_machine_as_test(PrefixMachine, settings=long)
