@@ -88,7 +88,7 @@ class PrefixIndex:
             if child is None:
                 child = self._add(node, label, [int(table[index]) for table in tables])
             else:
-                self._redirect(tables, index, child)
+                self._redirect(tables, index, child, is_whole=len(label) == len(child.label))
             path.append(child)
             node = child
         self._use(path)
@@ -207,14 +207,19 @@ class PrefixIndex:
                 self._hold(group, block)
         return child
 
-    def _redirect(self, tables: Sequence[np.ndarray], index: int, node: Node) -> None:
+    def _redirect(
+        self, tables: Sequence[np.ndarray], index: int, node: Node, is_whole: bool
+    ) -> None:
+        """Let a row's tables use the node's blocks; where it has none it gets the row's, unless
+        the row has not all of its tokens."""
         for at, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
             mine, known = int(table[index]), node.blocks[at]
             if mine < 0 or mine == known:
                 continue
             if known < 0:
-                node.blocks[at] = mine
-                self._hold(at, mine)
+                if is_whole:
+                    node.blocks[at] = mine
+                    self._hold(at, mine)
             else:
                 table[index] = known
                 group.retain(np.array([known]))

@@ -228,6 +228,16 @@ def test_a_window_that_has_moved_on_is_no_match() -> None:
     assert reuse(pool, model, longer) == [2 * window]
 
 
+def test_a_shorter_prompt_gives_a_longer_one_no_block() -> None:
+    """A window let the first tokens' block go; a prompt that ends in it has half of that block."""
+    model = tiny("mistral")
+    model.set_attn_implementation("hf_paged")
+    pool, ids = BlockPool(model, block_size=4), prompt(12)
+    learn(pool, model, ids)
+    learn(pool, model, ids[:, :2])
+    assert reuse(pool, model, {"input_ids": ids[:, :6]}) == []
+
+
 # What must never be taken for known
 
 
