@@ -10,7 +10,6 @@ all beams). Writes beams.json, .md and .png to evals/results/ (or --out).
 from __future__ import annotations
 
 import argparse
-import pydoc_data.topics
 import sys
 import time
 from pathlib import Path
@@ -116,7 +115,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     model, tokenizer = small_model.load()
-    text = "\n".join(pydoc_data.topics.topics.values())[:30000]
+    text = small_model.sample_text()[:30000]
     ids = tokenizer(text, return_tensors="pt").input_ids
     cases = (
         [(4, 128), (4, 512)]

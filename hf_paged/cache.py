@@ -193,10 +193,10 @@ class PagedCache(DynamicCache):
         forked._set_batch(self._batch.forked(rows))
         added = self.layers[len(forked.layers) :]  # some models make more layers of their own
         forked.layers += copy.deepcopy(added)
-        for source, target in zip(self.layers, forked.layers, strict=True):
+        copies = zip(self._stateful_layers(), forked._stateful_layers(), strict=True)
+        for source, target in copies:
             copy_states(source, target)
-        for layer in forked._stateful_layers():
-            _select_states(layer, rows)
+            _select_states(target, rows)
         return forked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:

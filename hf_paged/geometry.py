@@ -165,6 +165,11 @@ def bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype | None) -> int:
     )
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def parse_memory(memory: int | str) -> int:
     """Bytes in `memory`: an int, or text such as "512MiB", "4GiB" or "4GB" (both 1024-based).
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 )
 
 from .batch import Batch, KVLength
-from .geometry import cross_layers, dynamic_layers, paged_windows
+from .geometry import cross_layers, dynamic_layers
 from .view import LayerPages
 
 
@@ -139,14 +139,15 @@ def copy_states(source: Any, target: Any) -> None:
 
 def make_layers(batch: Batch) -> list[Any]:
     """A paged layer where K/V are cached, transformers' own where a layer keeps other states."""
-    config = batch.pool.config
-    windows, crossing = paged_windows(config), cross_layers(config)
+    pool = batch.pool
+    crossing = cross_layers(pool.config)
     layers: list[Any] = []
-    for index, own in enumerate(dynamic_layers(config)):
+    for index, own in enumerate(dynamic_layers(pool.config)):
         if index in crossing:
             layers.append(CrossLayer())
-        elif index in windows:
-            layers.append(_paged(batch, index, windows[index], own))
+        elif index in pool.group_of_layer:
+            window = pool.groups[pool.group_of_layer[index]].window
+            layers.append(_paged(batch, index, window, own))
         else:
             layers.append(own)
     return layers

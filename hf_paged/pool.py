@@ -34,6 +34,7 @@ from .geometry import (
     longest_prefix,
     paged_windows,
     parse_memory,
+    stateful_layers,
 )
 from .prefix import PrefixIndex
 from .transfer import upload
@@ -304,6 +305,7 @@ class BlockPool:
             for window in sorted(by_window, key=lambda window: window or 0)
         ]
         self.group_of_layer = {i: n for n, g in enumerate(self.groups) for i in g.layers}
+        self.stateful_layers = stateful_layers(self.config)
         self.index = PrefixIndex(self.groups, block_size)
 
     @property

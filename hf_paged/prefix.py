@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,20 @@ class Node:
     def __init__(self, label: Label, blocks: list[int], parent: Node | None):
         self.label, self.blocks, self.parent = label, blocks, parent
         self.children: dict[Label, Node] = {}
+
+
+class _Eviction(NamedTuple):
+    """What to evict.
+
+    Attributes:
+        freed: the blocks of each group that it frees.
+        nodes: nodes to remove, children before their parents.
+        blocks: nodes that stay, each with the groups whose block they lose.
+    """
+
+    freed: list[int]
+    nodes: dict[Node, None]
+    blocks: list[tuple[Node, list[int]]]
 
 
 class PrefixIndex:
@@ -96,7 +110,7 @@ class PrefixIndex:
 
     def evictable(self) -> list[int]:
         """Blocks of each group that nothing but the index holds and that `evict` could free."""
-        return self._plan(lambda freed: False)[1]
+        return self._plan(lambda freed: False).freed
 
     def evict(self, enough: Callable[[list[int]], bool]) -> int:
         """Drop what was used least recently and nothing else uses, until `enough(blocks freed)`.
@@ -109,15 +123,14 @@ class PrefixIndex:
         Returns:
             How many blocks are free now that were not.
         """
-        plan, freed = self._plan(enough)
-        if not enough(freed):
+        plan = self._plan(enough)
+        if not enough(plan.freed):
             return 0
-        for node, groups in plan:
-            if groups is None:
-                self._remove(node)
-            else:
-                self._let_go(node, groups)
-        return sum(freed)
+        for node in plan.nodes:
+            self._remove(node)
+        for node, groups in plan.blocks:
+            self._let_go(node, groups)
+        return sum(plan.freed)
 
     def clear(self) -> None:
         """Drop every node, whether a cache still uses its blocks or not."""
@@ -229,41 +242,35 @@ class PrefixIndex:
         for node in reversed(path):
             self._order.move_to_end(node)
 
-    def _plan(
-        self, enough: Callable[[list[int]], bool]
-    ) -> tuple[list[tuple[Node, list[int] | None]], list[int]]:
-        """What to evict, and the blocks of each group in it.
-
-        First whole nodes, once their children have gone (None). If those are too few, nodes that a
-        cache builds on lose the blocks of the groups (listed) whose window has left them behind.
-        """
-        plan: dict[Node, list[int] | None] = {}
-        freed = [0] * len(self._groups)
+    def _plan(self, enough: Callable[[list[int]], bool]) -> _Eviction:
+        """First whole nodes, once their children have gone. If those are too few, nodes that a
+        cache builds on lose the blocks of groups whose window has left them behind."""
+        plan = _Eviction([0] * len(self._groups), {}, [])
         dropped: Counter[tuple[int, int]] = Counter()
 
         def drop(node: Node, groups: list[int]) -> None:
             for group in groups:
                 block = node.blocks[group]
                 dropped[group, block] += 1
-                freed[group] += dropped[group, block] == self._holds[group][block]
+                plan.freed[group] += dropped[group, block] == self._holds[group][block]
 
         for node in self._order:
-            if enough(freed):
-                return list(plan.items()), freed
+            if enough(plan.freed):
+                return plan
             unused = self._unused(node)
             if len(unused) == sum(block >= 0 for block in node.blocks) and all(
-                child in plan for child in node.children.values()
+                child in plan.nodes for child in node.children.values()
             ):
-                plan[node] = None
+                plan.nodes[node] = None
                 drop(node, unused)
         for node in self._order:
-            if enough(freed):
+            if enough(plan.freed):
                 break
-            if node not in plan:
+            if node not in plan.nodes:
                 left = [g for g in self._unused(node) if self._groups[g].window is not None]
-                plan[node] = left
+                plan.blocks.append((node, left))
                 drop(node, left)
-        return list(plan.items()), freed
+        return plan
 
     def _unused(self, node: Node) -> list[int]:
         """The groups whose block of the node nothing but the index holds."""

@@ -19,7 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .table import BlockTables, Tokens
+from .geometry import dtype_name
+from .table import BlockTables, Tokens, tokens_in_blocks
 
 if TYPE_CHECKING:
     from .pool import BlockPool
@@ -64,7 +65,8 @@ class Snapshot:
                 numbered = np.full(table.shape, -1, np.int64)
                 numbered[table >= 0] = number
                 numbers.append(numbered)
-                empty = torch.from_numpy(~_filled(lengths, numbered, len(blocks), pool.block_size))
+                filled = tokens_in_blocks(lengths, numbered, len(blocks), pool.block_size)
+                empty = torch.from_numpy(np.arange(pool.block_size) >= filled[:, None])
                 index = torch.from_numpy(blocks.astype(np.int64))
                 for layer, storage in group.storage.items():
                     copies = [
@@ -126,8 +128,8 @@ class Snapshot:
             "identity": pool.identity(),
             "block_size": pool.block_size,
             "windows": [group.window for group in pool.groups],
-            "kv_dtype": None if pool.kv_dtype is None else _name(pool.kv_dtype),
-            "given_dtypes": {str(i): _name(dtype) for i, dtype in self.given_dtypes.items()},
+            "kv_dtype": None if pool.kv_dtype is None else dtype_name(pool.kv_dtype),
+            "given_dtypes": {str(i): dtype_name(dtype) for i, dtype in self.given_dtypes.items()},
             **self.facts,
         }
         arrays = {"lengths": self.lengths, **self.arrays}
@@ -195,14 +197,6 @@ _MALFORMED = (
 )
 
 
-def _filled(lengths: np.ndarray, table: np.ndarray, blocks: int, block_size: int) -> np.ndarray:
-    """bool [blocks, block_size], the slots that hold a token of some row."""
-    count = np.clip(lengths[:, None] - np.arange(table.shape[1]) * block_size, 0, block_size)
-    filled = np.zeros(blocks, np.int64)
-    np.maximum.at(filled, table[table >= 0], count[table >= 0])
-    return np.arange(block_size) < filled[:, None]
-
-
 def _parse(tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> Snapshot:
     states = {}
     for name in [name for name in tensors if name.startswith("layer.")]:
@@ -214,10 +208,6 @@ def _parse(tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> Snapshot:
     tables = [arrays.pop(f"table.{index}") for index in range(len(facts["windows"]))]
     given = {layer: _dtype(facts["given_dtypes"][str(layer)]) for layer in states}
     return Snapshot(lengths, tables, states, given, facts, arrays)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -236,7 +226,7 @@ def _check(snapshot: Snapshot, pool: BlockPool) -> None:
         raise _Wrong(f"its block_size is {facts['block_size']}, the pool's is {size}")
     if facts["windows"] != [group.window for group in pool.groups]:
         raise _Wrong(f"its layer groups have windows {facts['windows']}, the pool's have not")
-    if facts["kv_dtype"] != (None if pool.kv_dtype is None else _name(pool.kv_dtype)):
+    if facts["kv_dtype"] != (None if pool.kv_dtype is None else dtype_name(pool.kv_dtype)):
         raise _Wrong(f"its kv_dtype is {facts['kv_dtype']}, the pool's is {pool.kv_dtype}")
     lengths = snapshot.lengths
     if lengths.ndim != 1 or lengths.dtype != np.int64 or (lengths < 0).any():

@@ -154,11 +154,9 @@ class BlockTables:
 
     def filled_slots(self, group: int) -> int:
         """Slots of the held blocks that hold a token; a shared slot counts once."""
-        table, size = self.tables[group], self.pool.block_size
-        fill = np.clip(self.tokens.lengths[:, None] - np.arange(table.shape[1]) * size, 0, size)
-        filled = np.zeros(self.pool.groups[group].capacity, np.int64)
-        np.maximum.at(filled, table[table >= 0], fill[table >= 0])
-        return int(filled.sum())
+        pool = self.pool
+        table, capacity = self.tables[group], pool.groups[group].capacity
+        return int(tokens_in_blocks(self.tokens.lengths, table, capacity, pool.block_size).sum())
 
     def select(self, rows: np.ndarray) -> BlockTables:
         """New tables whose rows are `rows` of these; every block is shared, none is copied."""
@@ -229,13 +227,9 @@ class BlockTables:
             RuntimeError: a window's older blocks, which would be needed again, are gone.
         """
         tokens = self.tokens.truncate(columns)
-        size = self.pool.block_size
-        stops = -(-tokens.lengths // size)
+        stops = -(-tokens.lengths // self.pool.block_size)
         for group, table in zip(self.pool.groups, self.tables, strict=True):
-            firsts = first_block(group, tokens)
-            blocks = np.arange(table.shape[1])
-            needed = (blocks >= firsts[:, None]) & (blocks < stops[:, None])
-            if (table[needed] < 0).any():
+            if _missing(group, table, tokens):
                 raise RuntimeError(
                     f"Cannot crop {self.tokens.columns - columns} tokens: the tokens that the "
                     f"window of {group.window} would need again are gone; call "
@@ -279,12 +273,25 @@ class BlockTables:
 
     def missing(self) -> int:
         """Entries without a block where a row needs one."""
-        stops, missing = -(-self.tokens.lengths // self.pool.block_size), 0
-        for group, table in zip(self.pool.groups, self.tables, strict=True):
-            blocks, firsts = np.arange(table.shape[1]), first_block(group, self.tokens)
-            needed = (blocks >= firsts[:, None]) & (blocks < stops[:, None])
-            missing += int((needed & (table < 0)).sum())
-        return missing
+        return sum(
+            _missing(group, table, self.tokens)
+            for group, table in zip(self.pool.groups, self.tables, strict=True)
+        )
+
+
+def tokens_in_blocks(
+    lengths: np.ndarray, table: np.ndarray, num_blocks: int, block_size: int
+) -> np.ndarray:
+    """int64 [num_blocks], how many slots of each block hold a token of some row.
+
+    Args:
+        lengths: int64 [rows], tokens of each row.
+        table: [rows, width], the block of each logical block, -1 for none.
+    """
+    count = np.clip(lengths[:, None] - np.arange(table.shape[1]) * block_size, 0, block_size)
+    filled = np.zeros(num_blocks, np.int64)
+    np.maximum.at(filled, table[table >= 0], count[table >= 0])
+    return filled
 
 
 def first_block(group: BlockGroup, tokens: Tokens, keep_past: bool = False) -> np.ndarray:
@@ -295,6 +302,14 @@ def first_block(group: BlockGroup, tokens: Tokens, keep_past: bool = False) -> n
     if group.window is None or keep_past:
         return np.zeros(len(tokens), np.int64)
     return (tokens.lengths - tokens.count_last(group.window - 1)) // group.block_size
+
+
+def _missing(group: BlockGroup, table: np.ndarray, tokens: Tokens) -> int:
+    """Entries of `table` without a block where rows of `tokens` need one."""
+    blocks, firsts = np.arange(table.shape[1]), first_block(group, tokens)
+    stops = -(-tokens.lengths // group.block_size)
+    needed = (blocks >= firsts[:, None]) & (blocks < stops[:, None])
+    return int((needed & (table < 0)).sum())
 
 
 class _Need:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pydoc_data.topics
 from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 import hf_paged  # noqa: F401  (registers the attention implementation)
 from examples import small_model
@@ -60,6 +65,19 @@ def tiny(model_type: str, **overrides: object) -> PreTrainedModel:
     return model
 
 
+def two_layer_config(window: int) -> Gemma3TextConfig:
+    """Two layers of one head of two numbers; the first sees everything, the other a window."""
+    return Gemma3TextConfig(
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=2,
+        hidden_size=2,
+        sliding_window=window,
+        layer_types=[FULL, SLIDING],
+    )
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[[str], PreTrainedModel]:
     """Builds each tiny architecture once."""
@@ -82,7 +100,7 @@ def real() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 @pytest.fixture(scope="session")
 def text() -> str:
     """English text that needs no hub."""
-    return "\n".join(pydoc_data.topics.topics.values())
+    return small_model.sample_text()
 
 
 def ragged_ids(lengths: list[int], vocab: int = 99, seed: int = 0) -> dict[str, torch.Tensor]:

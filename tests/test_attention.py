@@ -176,36 +176,29 @@ def test_a_long_row_is_split_and_merged(way: str) -> None:
     Case([3000, 700, 1], 1, block_size=16, window=600).check(s_aux=torch.randn(6))
 
 
-@given(
-    past=st.lists(st.integers(0, 70), min_size=1, max_size=5),
-    new=st.integers(1, 12),
-    group=st.integers(1, 5),
-    kv_heads=st.integers(1, 3),
-    dim=st.integers(1, 40),
-    block_size=st.integers(1, 20),
-    window=st.none() | st.integers(1, 40),
-    seed=st.integers(0, 100),
-)
+def any_case(kind: type[Case], most_group: int, most_dim: int) -> st.SearchStrategy[Case]:
+    """Cases of any shape, with up to `most_group` heads a K/V head."""
+
+    def make(group: int, kv_heads: int, dim: int, **kwargs: Any) -> Case:
+        return kind(heads=(group * kv_heads, kv_heads), dims=(dim, dim), **kwargs)
+
+    return st.builds(
+        make,
+        past=st.lists(st.integers(0, 70), min_size=1, max_size=5),
+        new=st.integers(1, 12),
+        group=st.integers(1, most_group),
+        kv_heads=st.integers(1, 3),
+        dim=st.integers(1, most_dim),
+        block_size=st.integers(1, 20),
+        window=st.none() | st.integers(1, 40),
+        seed=st.integers(0, 100),
+    )
+
+
+@given(case=any_case(Case, most_group=5, most_dim=40))
 @settings(max_examples=150, deadline=None)
-def test_any_shape(
-    past: list[int],
-    new: int,
-    group: int,
-    kv_heads: int,
-    dim: int,
-    block_size: int,
-    window: int | None,
-    seed: int,
-) -> None:
-    Case(
-        past,
-        new,
-        heads=(group * kv_heads, kv_heads),
-        dims=(dim, dim),
-        block_size=block_size,
-        window=window,
-        seed=seed,
-    ).check()
+def test_any_shape(case: Case) -> None:
+    case.check()
 
 
 def test_same_input_gives_the_same_bits() -> None:

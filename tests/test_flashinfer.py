@@ -16,8 +16,7 @@ import torch
 from conftest import TINY, ragged_ids, tiny
 from flashinfer_emulation import Emulation
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_attention import Case
+from test_attention import Case, any_case
 from test_generate import CASES
 from transformers import (
     AttentionInterface,
@@ -181,36 +180,10 @@ def test_8_bit_keys_and_values_saturate() -> None:
         assert cache.layers[0].keys.float().abs().unique().tolist() == [torch.finfo(kv_dtype).max]
 
 
-@given(
-    past=st.lists(st.integers(0, 70), min_size=1, max_size=5),
-    new=st.integers(1, 12),
-    group=st.integers(1, 9),
-    kv_heads=st.integers(1, 3),
-    dim=st.integers(1, 130),
-    block_size=st.integers(1, 20),
-    window=st.none() | st.integers(1, 40),
-    seed=st.integers(0, 100),
-)
+@given(case=any_case(FlashInferCase, most_group=9, most_dim=130))
 @settings(max_examples=100, deadline=None)
-def test_any_shape(
-    past: list[int],
-    new: int,
-    group: int,
-    kv_heads: int,
-    dim: int,
-    block_size: int,
-    window: int | None,
-    seed: int,
-) -> None:
-    FlashInferCase(
-        past,
-        new,
-        heads=(group * kv_heads, kv_heads),
-        dims=(dim, dim),
-        block_size=block_size,
-        window=window,
-        seed=seed,
-    ).check()
+def test_any_shape(case: Case) -> None:
+    case.check()
 
 
 # -- the choice of backend, and what it refuses ----------------------------------------------------

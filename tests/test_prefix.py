@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ragged_ids, tiny
+from conftest import ragged_ids, tiny, two_layer_config
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -24,7 +24,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     BartConfig,
     DynamicCache,
-    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Phi3Config,
@@ -718,15 +717,7 @@ def test_rows_that_have_ended_give_their_blocks_back(model: Any) -> None:
 # Random sequences against plain lists
 
 WINDOW = 5
-CONFIG = Gemma3TextConfig(
-    num_hidden_layers=2,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=2,
-    hidden_size=2,
-    sliding_window=WINDOW,
-    layer_types=["full_attention", "sliding_attention"],
-)
+CONFIG = two_layer_config(WINDOW)
 
 
 class PrefixMachine(RuleBasedStateMachine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import two_layer_config
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -14,20 +15,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from transformers import Gemma3TextConfig
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
 
 WINDOW = 6
-CONFIG = Gemma3TextConfig(
-    num_hidden_layers=2,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=2,
-    hidden_size=2,
-    sliding_window=WINDOW,
-    layer_types=["full_attention", "sliding_attention"],
-)
+CONFIG = two_layer_config(WINDOW)
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ..geometry import dtype_name
 from ..step import GroupStep
 from ..transfer import pinned, upload
 from .base import AttentionCall
@@ -81,9 +82,9 @@ class FlashInferBackend:
         """Dtypes and head dims without a kernel, and plans that FlashInfer refuses."""
         dtype, stored = call.query.dtype, call.storage.keys.dtype
         if dtype not in QUERY_DTYPES:
-            return f"{_name(dtype)}, for which FlashInfer has no kernel"
+            return f"{dtype_name(dtype)}, for which FlashInfer has no kernel"
         if stored not in (dtype, *FLOAT8_DTYPES):
-            return f"K/V stored in {_name(stored)}, for which FlashInfer has no kernel"
+            return f"K/V stored in {dtype_name(stored)}, for which FlashInfer has no kernel"
         dims = {call.storage.padded_keys.shape[3], call.storage.padded_values.shape[3]}
         if len(dims) > 1 or not dims <= set(HEAD_DIMS):
             if max(dims) > max(HEAD_DIMS):
@@ -503,7 +504,3 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor
     assert lse is not None
     share = torch.sigmoid(lse * math.log(2) - sinks.float())
     return (out * share[..., None]).to(out.dtype)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
