@@ -103,7 +103,7 @@ def groups(cache: PagedCache) -> str:
         f"{len(group.layers)} {'full' if group.window is None else f'of window {group.window}'}"
         for group in cache.pool.groups
     ]
-    states = len(cache._batch._stateful)
+    states = len(cache.pool.stateful_layers)
     return ", ".join(parts) + (f"; {states} with other states" if states else "")
 
 
