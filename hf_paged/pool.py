@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from .fingerprint import ExtraKey, ModelFingerprint, config_fingerprint, encode_extra_key
+from .fingerprint import ExtraKey, config_fingerprint, encode_extra_key, model_fingerprint
 from .geometry import (
     bytes_per_token,
     check_cacheable,
@@ -279,9 +279,9 @@ class BlockPool:
                 f"{type(config).__name__}."
             )
         self._model = model
-        self._fingerprint = ModelFingerprint()
         self.config = decoder_config(config)
         check_cacheable(self.config)
+        self._config_fingerprint = config_fingerprint(self.config)
         self.block_size = block_size
         self.max_memory = None if max_memory is None else parse_memory(max_memory)
         self.dtype, self.kv_dtype = dtype, kv_dtype
@@ -573,8 +573,8 @@ class BlockPool:
 
     def identity(self) -> str:
         """What K/V depend on besides tokens and extra keys: config, and weights where known."""
-        model = None if self._model is None else self._fingerprint.of(self._model)
-        return json.dumps([config_fingerprint(self.config), model])
+        model = None if self._model is None else model_fingerprint(self._model)
+        return json.dumps([self._config_fingerprint, model])
 
     def layer_storage(
         self,

@@ -329,6 +329,21 @@ def test_a_change_that_is_easily_missed_never_hits(how: str) -> None:
     assert hits(pool, ids) == 0
 
 
+def test_a_weight_in_the_place_of_another_never_hits() -> None:
+    """The new tensor may get the address of the old one, for its data and for itself."""
+    model, ids = llama(), prompt(20)
+    layer = model.model.layers[0].mlp.up_proj
+    memory = layer.weight.detach().clone().numpy()
+    pool = BlockPool(model, block_size=4)
+    for _ in range(20):
+        new = torch.from_numpy(memory)
+        del layer.weight
+        layer.weight = torch.nn.Parameter(new)
+        assert hits(pool, ids) == 0
+        learn(pool, model, ids)
+        memory *= 1.01
+
+
 def test_another_dtype_is_refused_where_the_pool_stores_its_own() -> None:
     model, ids = llama(), prompt(20)
     pool = BlockPool(model.config, block_size=4, kv_dtype=torch.bfloat16)
