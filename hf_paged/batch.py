@@ -60,6 +60,8 @@ class Batch:
         self._known: int | None = None
         # Whether a step came without our mask function, so that padding is stored if there was any.
         self.may_hold_padding = False
+        # `BlockPool.identity` when the first token was stored: what the K/V are of.
+        self.identity: str | None = None
         self._outside: tuple[Snapshot, Tokens] | None = None
         self._freed_rows: np.ndarray | None = None  # bool [rows], if there are any
         self.calls = Calls()
@@ -189,9 +191,9 @@ class Batch:
         columns = self.columns
         return self.tables, columns if self._known is None else min(self._known, columns)
 
-    def adopt(self, tables: BlockTables, known: int | None) -> None:
+    def adopt(self, tables: BlockTables, identity: str, known: int | None) -> None:
         """Begin with the rows of `tables`, whose first `known` columns are (None: all) known."""
-        self.tables = tables
+        self.tables, self.identity = tables, identity
         self._known = known if known is not None and known < self.columns else None
 
     def note_move(self) -> None:
@@ -214,7 +216,7 @@ class Batch:
         batch.tables = self.tables.select(rows)
         batch._freed_rows = None if self._freed_rows is None else self._freed_rows[rows]
         batch.record_past, batch._known = self.record_past, self._known
-        batch.may_hold_padding = self.may_hold_padding
+        batch.may_hold_padding, batch.identity = self.may_hold_padding, self.identity
         batch._idle, batch._has_completed = set(self._idle), self._has_completed
         return batch
 
@@ -287,7 +289,7 @@ class Batch:
         if not self.columns:
             self.tables = BlockTables(self.pool, rows)
             self._known = self._freed_rows = None
-            self.may_hold_padding = False
+            self.may_hold_padding, self.identity = False, self.pool.identity()
         if self._freed_rows is not None and columns > 1:
             raise RuntimeError(
                 "Rows of this cache have been freed, so it cannot go on with more than the token "

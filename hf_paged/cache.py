@@ -83,12 +83,19 @@ class PagedCache(DynamicCache):
         self._set_batch(Batch(pool, backend, share_prompts))
 
     @classmethod
-    def holding(cls, tables: BlockTables, known: int | None = None) -> PagedCache:
-        """A cache whose rows are those of `tables`, of which the first `known` columns (None for
-        all) have the tokens that a caller takes them to have."""
+    def holding(cls, tables: BlockTables, identity: str, known: int | None = None) -> PagedCache:
+        """A cache whose rows are those of `tables`, computed by the model of that identity.
+
+        Their first `known` columns (None: all) have the tokens that a caller takes them to have.
+        """
         cache = cls(pool=tables.pool)
-        cache._batch.adopt(tables, known)
+        cache._batch.adopt(tables, identity, known)
         return cache
+
+    @property
+    def identity(self) -> str | None:
+        """`BlockPool.identity` when the first token was stored; None if there was none yet."""
+        return self._batch.identity
 
     def known_tables(self) -> tuple[BlockTables, int]:
         """The block tables, and the columns whose K/V are those of the caller's sequences.
@@ -281,7 +288,8 @@ class PagedCache(DynamicCache):
         snapshot.facts = {"columns": tokens.columns, "known": known}
         if tokens.is_token is not None:
             snapshot.arrays["is_token"] = tokens.is_token
-        snapshot.save(path, self.pool, "cache")
+        snapshot.facts["may_hold_padding"] = self.may_hold_padding
+        snapshot.save(path, self.pool, "cache", self.identity or self.pool.identity())
 
     @classmethod
     def load(
@@ -304,7 +312,9 @@ class PagedCache(DynamicCache):
         tables = snapshot.place(pool, tokens)
         if tables.missing():
             raise ValueError(f"{path} cannot be loaded: a row lacks blocks that it needs.")
-        return cls.holding(tables, known)
+        cache = cls.holding(tables, snapshot.facts["identity"], known)
+        cache._batch.may_hold_padding = bool(snapshot.facts.get("may_hold_padding", True))
+        return cache
 
     def free_rows(self, rows: torch.Tensor) -> None:
         """Give the blocks of rows that have ended back; what they are given later is not stored.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -37,14 +38,7 @@ class _Weight(NamedTuple):
 
     tensor: weakref.ref[torch.Tensor]
     address: int
-    version: int
-
-    def is_still(self, weight: torch.Tensor) -> bool:
-        return (
-            self.tensor() is weight
-            and self.address == weight.data_ptr()
-            and self.version == weight._version
-        )
+    version: float
 
 
 # Of each model its weights when they were last read, and their digest.
@@ -63,20 +57,32 @@ def model_fingerprint(model: torch.nn.Module) -> str:
     weights: list[torch.Tensor] = []
     adapters = []
     for module in _modules(model):
-        weights += _weights(module)
+        if module._parameters or module._buffers:
+            weights += _weights(module)
         # A layer that PEFT has wrapped; models have methods of that name.
         if isinstance(getattr(type(module), "disable_adapters", None), property):
             parts = module.active_adapters, module.disable_adapters, module.merged_adapters
             adapters.append([str(part) for part in (*parts, getattr(module, "scaling", None))])
-    known, digest = _read.get(model, ((), ""))
-    has_versions = not any(weight.is_inference() for weight in weights)
-    if not has_versions:
+    state, digest = _read.get(model, ([], ""))
+    if not _is_state(state, weights):
+        state = [_Weight(weakref.ref(w), w.data_ptr(), _version(w)) for w in weights]
         digest = _digest(model)
-    elif len(known) != len(weights) or not all(map(_Weight.is_still, known, weights)):
-        were = [_Weight(weakref.ref(w), w.data_ptr(), w._version) for w in weights]
-        digest = _digest(model)
-        _read[model] = were, digest
+        _read[model] = state, digest
     return json.dumps({"weights": digest, "adapters": adapters})
+
+
+def _is_state(state: list[_Weight], weights: list[torch.Tensor]) -> bool:
+    if len(state) != len(weights):
+        return False
+    for (tensor, address, version), weight in zip(state, weights, strict=True):
+        if tensor() is not weight or address != weight.data_ptr() or version != _version(weight):
+            return False
+    return True
+
+
+def _version(weight: torch.Tensor) -> float:
+    """How often it was written; of what cannot be told NaN, which is not even equal to itself."""
+    return math.nan if weight.is_inference() else weight._version
 
 
 def encode_extra_key(extra_key: ExtraKey) -> str:

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 )
 
 from .batch import Batch, KVLength
-from .geometry import cross_layers, dynamic_layers
+from .geometry import cross_layers
 from .view import LayerPages
 
 
@@ -142,14 +142,14 @@ def make_layers(batch: Batch) -> list[Any]:
     pool = batch.pool
     crossing = cross_layers(pool.config)
     layers: list[Any] = []
-    for index, own in enumerate(dynamic_layers(pool.config)):
+    for index, own in enumerate(pool.plain_layers):
         if index in crossing:
             layers.append(CrossLayer())
         elif index in pool.group_of_layer:
             window = pool.groups[pool.group_of_layer[index]].window
             layers.append(_paged(batch, index, window, own))
         else:
-            layers.append(own)
+            layers.append(copy.deepcopy(own))
     return layers
 
 
@@ -161,6 +161,7 @@ def _paged(batch: Batch, index: int, window: int | None, own: Any) -> PagedLayer
         kind = PagedHybridLayer
     layer = kind.__new__(kind)
     if kind is not PagedLayer:
-        vars(layer).update(vars(own))  # the states; its K/V attributes are hidden by our properties
+        # Its states; its K/V attributes are hidden by our properties.
+        vars(layer).update(copy.deepcopy(vars(own)))
     PagedLayer.__init__(layer, batch, index, window)
     return layer

@@ -29,6 +29,7 @@ from .geometry import (
     bytes_per_token,
     check_cacheable,
     decoder_config,
+    dynamic_layers,
     elements_per_token,
     layer_config,
     longest_prefix,
@@ -306,6 +307,7 @@ class BlockPool:
         ]
         self.group_of_layer = {i: n for n, g in enumerate(self.groups) for i in g.layers}
         self.stateful_layers = stateful_layers(self.config)
+        self.plain_layers = dynamic_layers(self.config)  # empty; what a cache's layers are made of
         self.index = PrefixIndex(self.groups, block_size)
 
     @property
@@ -427,8 +429,9 @@ class BlockPool:
             How many tokens are indexed that were not before.
 
         Raises:
-            ValueError: the sequences, the mask and the cache do not belong together, there is
-                padding behind a token, or the model's prefixes cannot be reused exactly.
+            ValueError: the sequences, the mask and the cache do not belong together, the model's
+                weights or adapters have changed since the cache was begun, there is padding behind
+                a token, or the model's prefixes cannot be reused exactly.
         """
         from .reuse import insert_prefix
 

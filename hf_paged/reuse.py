@@ -47,7 +47,7 @@ def match_prefix(
         ]
         rows = np.arange(len(prompts)).repeat(num_return_sequences)
         held = BlockTables.holding(pool, tokens.select(rows), [table[rows] for table in tables])
-    return PagedCache.holding(held)
+    return PagedCache.holding(held, key[0])
 
 
 def insert_prefix(
@@ -60,6 +60,11 @@ def insert_prefix(
     """Index the tokens that a cache holds; see `BlockPool.insert_prefix`."""
     if cache.pool is not pool:
         raise ValueError("The cache is of another pool; insert it into cache.pool.")
+    if cache.identity not in (None, key[0]):
+        raise ValueError(
+            "The model's weights or active adapters are not those that this cache was begun with, "
+            "so its K/V are not what this model would compute; make a new cache."
+        )
     ids = _ids(sequences)
     tables, columns = cache.known_tables()
     tokens = tables.tokens
@@ -113,7 +118,7 @@ def save_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> None:
     snapshot.facts["extra_keys"] = [extra for extra, _ in paths]
     tokens = [token for _, nodes in paths for node in nodes for token in node.label]
     snapshot.arrays["tokens"] = np.array(tokens, np.int64)
-    snapshot.save(path, pool, "prefixes")
+    snapshot.save(path, pool, "prefixes", identity)
 
 
 def load_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> int:

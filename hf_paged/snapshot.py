@@ -120,12 +120,19 @@ class Snapshot:
                     group.release(blocks)
         return held
 
-    def save(self, path: str | os.PathLike[str], pool: BlockPool, kind: str) -> None:
-        """Write a file; what was at `path` is replaced when the new one is complete."""
+    def save(self, path: str | os.PathLike[str], pool: BlockPool, kind: str, identity: str) -> None:
+        """Write a file; what was at `path` is replaced when the new one is complete.
+
+        Args:
+            path: where.
+            pool: where the blocks were.
+            kind: what it holds.
+            identity: `BlockPool.identity` of the model that computed the K/V.
+        """
         path = Path(path)
         facts = {
             "kind": kind,
-            "identity": pool.identity(),
+            "identity": identity,
             "block_size": pool.block_size,
             "windows": [group.window for group in pool.groups],
             "kv_dtype": None if pool.kv_dtype is None else dtype_name(pool.kv_dtype),

@@ -329,6 +329,30 @@ def test_a_change_that_is_easily_missed_never_hits(how: str) -> None:
     assert hits(pool, ids) == 0
 
 
+@pytest.mark.parametrize("how", ["weights", "adapter", "fork", "matched"])
+def test_a_cache_of_other_weights_is_not_indexed(how: str) -> None:
+    """K/V are of the model as it was when they were computed, not as it is now."""
+    ids = prompt(20)
+    config = LoraConfig(target_modules=["up_proj"], init_lora_weights=False)
+    model = get_peft_model(llama(), config, adapter_name="one")
+    model.add_adapter("two", config)
+    pool = BlockPool(model, block_size=4)
+    if how == "matched":
+        learn(pool, model, ids[:, :10])
+    cache = pool.match_prefix(ids)
+    with torch.no_grad():
+        model(input_ids=ids[:, cache.get_seq_length() :], past_key_values=cache)
+        if how == "fork":
+            cache = cache.fork()
+        if how == "weights":
+            model.get_input_embeddings().weight[0] += 1
+        else:
+            model.set_adapter("two")
+    with pytest.raises(ValueError, match="not those that this cache was begun with"):
+        pool.insert_prefix(cache, ids)
+    assert hits(pool, ids) == 0
+
+
 def test_a_weight_in_the_place_of_another_never_hits() -> None:
     """The new tensor may get the address of the old one, for its data and for itself."""
     model, ids = llama(), prompt(20)

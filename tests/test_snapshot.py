@@ -78,6 +78,26 @@ def test_a_saved_cache_goes_on(architecture: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["cache"]
 
 
+def test_a_saved_cache_is_of_the_weights_that_computed_it(tmp_path: Path) -> None:
+    model = model_of("llama")
+    cache, _ = filled(model, BlockPool(model, block_size=4))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] += 1
+    cache.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="other weights"):
+        PagedCache.load(tmp_path / "cache", model)
+
+
+def test_a_loaded_cache_knows_that_it_may_hold_padding(tmp_path: Path) -> None:
+    model = model_of("llama")
+    model.set_attn_implementation("sdpa")
+    cache, out = filled(model, BlockPool(model.config, block_size=4))
+    cache.save(tmp_path / "cache")
+    loaded = PagedCache.load(tmp_path / "cache", model.config)
+    with pytest.raises(ValueError, match="padding is stored like tokens"):
+        loaded.pool.insert_prefix(loaded, out)
+
+
 def test_padding_between_tokens_is_saved(tmp_path: Path) -> None:
     model, ids = model_of("llama"), ragged_ids([6, 6])["input_ids"]
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
