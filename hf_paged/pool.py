@@ -631,8 +631,9 @@ class BlockPool:
                     for states, dim in zip((keys, values), stored_dims, strict=True)
                 ]
                 dims = keys.shape[3], values.shape[3]
-                group.storage[layer] = LayerStorage(memory[0], memory[1], dims, keys.dtype)
-                self._check_budget(layer)
+                storage = LayerStorage(memory[0], memory[1], dims, keys.dtype)
+                self._check_budget(layer, storage)
+                group.storage[layer] = storage
             return group.storage[layer]
 
     def _size_by(self, layer: int, keys: torch.Tensor, stored_dims: tuple[int, int]) -> None:
@@ -669,9 +670,9 @@ class BlockPool:
                     f"The pool was made for {self.device}, layer {layer} is on {new.device}."
                 )
 
-    def _check_budget(self, layer: int) -> None:
+    def _check_budget(self, layer: int, new: LayerStorage) -> None:
         held = sum(s.num_bytes for group in self.groups for s in group.storage.values())
-        if self.max_memory is not None and held > self.max_memory:
+        if self.max_memory is not None and held + new.num_bytes > self.max_memory:
             raise ValueError(
                 f"Layer {layer} stores more than its config says, so max_memory cannot be kept; "
                 "bound the pool by num_blocks."

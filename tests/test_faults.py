@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ragged_ids, tiny
+from conftest import ragged_ids, tiny, two_layer_config
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
@@ -229,6 +229,19 @@ def test_a_write_that_fails_is_rolled_back(
 
 def interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
+
+
+def test_more_than_max_memory_is_refused_each_time() -> None:
+    """K/V that are larger than the config says, in a layer behind the first."""
+    pool = BlockPool(two_layer_config(8), max_memory="1MiB", dtype=torch.float32)
+    cache = PagedCache(pool=pool)
+    states = torch.zeros(1, 1, 3, 2)
+    for _ in range(2):
+        cache.update(states, states, 0)
+        with pytest.raises(ValueError, match="max_memory cannot be kept"):
+            cache.update(states.repeat(1, 4, 1, 1), states.repeat(1, 4, 1, 1), 1)
+        cache.reset()
+    assert pool.num_used == 0
 
 
 def test_config_is_left_alone(model: PreTrainedModel) -> None:
