@@ -80,6 +80,8 @@ def gather(blocks: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         blocks: [num_blocks, block_size, kv_heads, head_dim].
         slots: int64 [rows, columns].
     """
+    if not len(blocks):  # so far there was nothing but padding
+        return blocks.new_zeros((*slots.shape, *blocks.shape[2:])).transpose(1, 2)
     index = torch.from_numpy(np.maximum(slots, 0)).to(blocks.device)
     states = blocks.view(-1, *blocks.shape[2:])[index]
     if slots.min(initial=0) < 0:

@@ -244,3 +244,18 @@ def test_a_mask_on_its_way_to_another_device_stays_lazy() -> None:
     assert (moved.pattern, moved.kv_length) == (mask.pattern, 2)
     assert moved.densify().device.type == "meta"
     assert not isinstance(mask.to(torch.float32), LazyMask)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "dense"])
+def test_chunks_of_padding_only(tiny_model: Build, backend: str) -> None:
+    """No block exists yet where the second chunk looks back."""
+    model = tiny_model("llama")
+    model.set_attn_implementation("hf_paged")
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    cache = PagedCache(config=model.config, backend=backend)
+    with torch.no_grad():
+        for columns in (2, 4):
+            mask = torch.zeros(1, columns, dtype=torch.long)
+            out = model(ids[:, :2], attention_mask=mask, past_key_values=cache)
+            assert out.logits.isfinite().all()
+    assert (cache.get_seq_length(), cache.row_lengths) == (4, [0])
