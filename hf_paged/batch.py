@@ -4,12 +4,19 @@ transformers updates the layers one by one and never says where a forward begins
 that has seen as many columns as the batch begins a step; one that is behind belongs to the step
 that is under way. If a step begins while layers are behind, the forward before it failed, and what
 it had appended is rolled back.
+
+An exception may come after any call (Ctrl-C), so state that belongs together is assigned together,
+by assignments alone, and a roll-back may be cut short and begun again.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +30,7 @@ from .table import BlockTables, Tokens
 from .view import Calls, LayerPages, LazyMask, gather
 
 ENV_DEBUG = "HF_PAGED_DEBUG"
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class KVLength(int):
@@ -37,6 +45,18 @@ class KVLength(int):
         self = super().__new__(cls, length)
         self.batch = batch
         return self
+
+
+def _exclusive(method: Method) -> Method:
+    """`method` for one thread at a time, and not in the middle of another thread's step."""
+
+    @wraps(method)
+    def exclusive(self: Batch, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            self._check_thread()
+            return method(self, *args, **kwargs)
+
+    return exclusive  # type: ignore[return-value]
 
 
 class Batch:
@@ -68,24 +88,30 @@ class Batch:
         self.is_freed = False
         self._is_torn = False  # whether a roll-back has left other states than K/V ahead
         self._behind: set[int] = set()  # layers that the step under way has not updated yet
-        self._is_fork = False  # whether the step under way was begun with one row
+        self._before = self.tables.tokens  # what was there before the step under way
+        self._has_failed = False  # whether that can only be rolled back any more
         self._idle: set[int] = set()  # layers that the model passes over
         self._has_completed = False
-        self._blamed: frozenset[int] = frozenset()  # layers behind at the last roll-back
-        # Alive exactly while the forward that made it runs, so a failed one leaves nothing behind.
-        self._mask: weakref.ref[LazyMask] | None = None
+        self._blamed: set[int] | None = None  # layers behind at the last roll-back
+        # The mask of each thread's forward under way. It is alive exactly while that runs, so a
+        # failed one leaves nothing behind.
+        self._masks: dict[int, weakref.ref[LazyMask]] = {}
+        self._lock = threading.RLock()
+        self._thread = threading.current_thread()  # whose step is under way
 
     @property
     def rows(self) -> int:
-        return len(self.tables.tokens)
+        return len(self._complete)
 
     @property
     def tokens(self) -> Tokens:
         """The tokens of all complete steps."""
         self._check_usable()
-        if self._behind and self.step is not None:
-            return self.step.before
-        return self.tables.tokens
+        return self._complete
+
+    @property
+    def _complete(self) -> Tokens:
+        return self._before if self._behind else self.tables.tokens
 
     @property
     def columns(self) -> int:
@@ -124,8 +150,9 @@ class Batch:
 
     def note_mask(self, mask: LazyMask) -> None:
         """Remember the mask of the forward under way; it says which new columns are tokens."""
-        self._mask = weakref.ref(mask)
+        self._masks[threading.get_ident()] = weakref.ref(mask)
 
+    @_exclusive
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerPages:
         """Write a layer's new K/V ([rows, kv_heads, columns, head_dim]) and show all of them.
 
@@ -137,10 +164,17 @@ class Batch:
         _check_states(layer, keys, values)
         # First the storage, so that K/V of a wrong kind take no block.
         storage = self.pool.layer_storage(layer, keys, values, self._stored_dims)
-        begins = layer not in self._behind and layer not in self._idle
-        step = self._begin_step(layer, keys, values) if begins else self._continue_step(layer, keys)
-        self._behind.discard(layer)
+        is_due = layer in self._behind or layer in self._idle
+        begins = self._has_failed or not is_due
+        if begins:
+            self._check_retry(layer, keys)
+            self._settle()
+            self._end_step()
         try:
+            if begins:
+                step = self._begin_step(layer, keys, values)
+            else:
+                step = self._continue_step(layer, keys)
             new_keys, new_values = step.unpad(keys.detach()), step.unpad(values.detach())
             if self._sharing is not None and not begins:  # the first layer's is how it was found
                 self._part(self._sharing.differing(step, new_keys, new_values))
@@ -151,8 +185,11 @@ class Batch:
                     group.keep_written(new_keys),
                     group.keep_written(new_values),
                 )
+            self._behind.discard(layer)
         except BaseException:
-            self._roll_back(step)
+            self._has_failed = True
+            if self._behind and self.step is not None:
+                self._roll_back(self.step)
             raise
         past = step.before.columns
         visible = past if group.window is None else min(past, group.window - 1)
@@ -184,6 +221,7 @@ class Batch:
         storage = group.storage[layer]
         return gather(storage.keys, slots), gather(storage.values, slots)
 
+    @_exclusive
     def known_tables(self) -> tuple[BlockTables, int]:
         """The tables, and how many columns of each row have the tokens that its caller thinks."""
         self._settle()
@@ -196,11 +234,13 @@ class Batch:
         self.tables, self.identity = tables, identity
         self._known = known if known is not None and known < self.columns else None
 
+    @_exclusive
     def note_move(self) -> None:
         """From here on rows may no longer be the sequences that a caller takes them for."""
         if self.columns:
             self._known = self.known_tables()[1]
 
+    @_exclusive
     def select(self, rows: np.ndarray) -> None:
         """Make the rows `rows` of the present ones; an index may repeat or be left out."""
         self._settle()
@@ -209,6 +249,7 @@ class Batch:
         self._replace_tables(rows)
         self._end_step()
 
+    @_exclusive
     def forked(self, rows: np.ndarray) -> Batch:
         """A new batch of rows `rows` that shares every block."""
         self._settle()
@@ -220,6 +261,7 @@ class Batch:
         batch._idle, batch._has_completed = set(self._idle), self._has_completed
         return batch
 
+    @_exclusive
     def crop(self, columns: int) -> None:
         """Drop the last `columns` columns and what no window reaches any more.
 
@@ -237,6 +279,7 @@ class Batch:
         self.tables.drop_outside_windows()
         self._end_step()
 
+    @_exclusive
     def move_out(self, device: torch.device | str) -> None:
         """Copy all blocks to `device` and give them back."""
         tables, _ = self.known_tables()
@@ -244,6 +287,7 @@ class Batch:
         self._outside = snapshot, tables.tokens
         tables.release()
 
+    @_exclusive
     def move_in(self) -> None:
         """Take blocks again for what was moved out.
 
@@ -252,42 +296,49 @@ class Batch:
         """
         if self._outside is not None:
             snapshot, tokens = self._outside
-            self.tables = snapshot.place(self.pool, tokens)
-            self._outside = None
+            tables = snapshot.place(self.pool, tokens)
+            self.tables, self._outside = tables, None
 
+    @_exclusive
     def free_rows(self, rows: np.ndarray) -> None:
         """Give the blocks of `rows` back; whatever they are given from here on is not stored."""
         self.known_tables()
-        freed = np.zeros(self.rows, bool) if self._freed_rows is None else self._freed_rows
+        freed = np.zeros(self.rows, bool) if self._freed_rows is None else self._freed_rows.copy()
         freed[rows] = True
-        self._freed_rows = freed
-        self.tables.empty(rows)
+        tokens = self.tables.tokens.without(rows)
+        with self.pool.lock, self.pool.change:
+            self._freed_rows, self.tables.tokens = freed, tokens
+            self.tables.drop_behind_ends()
 
+    @_exclusive
     def reset(self) -> None:
         """Give all blocks back; the batch is as new."""
-        self._outside = None
-        self._is_torn = False
-        self._check_usable()
-        self._end_step()
-        self._behind.clear()
-        self._blamed, self._known, self._freed_rows = frozenset(), None, None
-        self.may_hold_padding = False
-        self.tables.release()
+        if self.is_freed:
+            self._check_usable()
+        self._clear(for_good=False)
 
     def free(self) -> None:
         """Give all blocks back for good."""
-        if not self.is_freed:
-            self.reset()
-            self.is_freed = True
+        with self._lock:
+            if not self.is_freed:
+                self._clear(for_good=True)
+
+    def _clear(self, for_good: bool) -> None:
+        if self._behind and self.step is not None:
+            self._roll_back(self.step)
+        self._end_step()
+        old, tables = self.tables, BlockTables(self.pool)
+        self.tables, self.is_freed, self._outside = tables, for_good, None
+        old.release()
+        self._known = self._freed_rows = self._blamed = None
+        self._is_torn = self.may_hold_padding = False
 
     def _begin_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Step:
         rows, columns = keys.shape[0], keys.shape[2]
-        self._check_retry(layer, keys)
-        self._settle()
-        self._end_step()
-        were = self.rows
-        if not self.columns:
-            self.tables = BlockTables(self.pool, rows)
+        before = self.tables.tokens
+        is_first = not before.columns
+        if is_first:
+            before = Tokens.none(rows)
             self._known = self._freed_rows = None
             self.may_hold_padding, self.identity = False, self.pool.identity()
         if self._freed_rows is not None and columns > 1:
@@ -295,34 +346,35 @@ class Batch:
                 "Rows of this cache have been freed, so it cannot go on with more than the token "
                 "that generate gives an ended row; keep the others by batch_select_indices."
             )
-        if self.rows not in (1, rows):
+        if len(before) not in (1, rows):
             raise self._wrong_rows(rows)
         if not self.record_past:
             self.tables.drop_outside_windows()
-        self._is_fork = self.rows != rows  # one row serves as the prompt of many
-        if self._is_fork and self.pool.stateful_layers:
+        is_fork = len(before) != rows  # one row serves as the prompt of many
+        if is_fork and self.pool.stateful_layers:
             raise ValueError(
                 f"Layers {self.pool.stateful_layers} keep other states than K/V, so one row cannot "
                 f"serve {rows}; call batch_repeat_interleave({rows}) first."
             )
-        if self._is_fork:
-            self._replace_tables(np.zeros(rows, np.int64))
-        before, new = self.tables.tokens, self._new_tokens(rows, columns)
-        self.step = step = Step(before, before.extend(columns, new), new)
-        if self.share_prompts and not before.columns and rows > 1:
+        if is_fork:
+            before = before.select(np.zeros(rows, np.int64))
+        new = self._new_tokens(rows, columns)
+        step = Step(before, before.extend(columns, new), new)
+        sharing = None
+        if self.share_prompts and is_first and rows > 1:
             states = step.unpad(keys.detach()), step.unpad(values.detach())
-            self._sharing = find_sharing(step, *states, self.pool.block_size)
-        try:
-            self.tables.append(step.after, self.record_past, self._sharing)
-        except BaseException:
-            self._end_step()
-            if self._is_fork:
-                self._replace_tables(np.zeros(1, np.int64))
-            elif not before.columns:
-                self.tables = BlockTables(self.pool, were)
-            raise
+            sharing = find_sharing(step, *states, self.pool.block_size)
+        behind = set(self.pool.group_of_layer) - self._idle
+        thread = threading.current_thread()
+        # From here on the step is under way, and rolled back if it fails.
+        self.step, self._sharing, self._thread = step, sharing, thread
+        self._behind, self._before = behind, self.tables.tokens
+        if is_first:
+            self.tables = BlockTables(self.pool, rows)
+        elif is_fork:
+            self._replace_tables(np.zeros(rows, np.int64))
+        self.tables.append(step.after, self.record_past, sharing)
         self._make_group_steps()
-        self._behind = set(self.pool.group_of_layer) - self._idle
         self._pass_over(layer)
         if os.environ.get(ENV_DEBUG) == "1":
             self.pool.check()
@@ -365,14 +417,15 @@ class Batch:
         """Roll back the step that a failed forward has left unfinished."""
         self._check_usable()
         if self._behind and self.step is not None:
-            behind = frozenset(self._behind)
-            if behind == self._blamed and not self._has_completed:
+            behind, is_unexplained = self._behind, not self._has_failed and not self._has_completed
+            if is_unexplained and behind == self._blamed:
                 raise RuntimeError(
                     f"The model has twice left layers {sorted(behind)} without K/V, so no step of "
                     "this cache is ever complete; if the forwards failed, reset() the cache."
                 )
-            self._blamed = behind
             self._roll_back(self.step)
+            if is_unexplained:
+                self._blamed = behind
             self._check_usable()
         elif self.step is not None:
             self._has_completed = True
@@ -385,7 +438,7 @@ class Batch:
                 two cannot be told, and the next step would be wrong after the one or the other.
         """
         step = self.step
-        if step is None or not self._behind or self._has_completed:
+        if step is None or not self._behind or self._has_completed or self._has_failed:
             return
         if (keys.shape[0], keys.shape[2]) == (len(step), step.columns):
             group = self._group_steps[self.pool.group_of_layer[layer]]
@@ -405,26 +458,35 @@ class Batch:
 
     def _roll_back(self, step: Step) -> None:
         self._is_torn = bool(self.pool.stateful_layers)
+        rows, columns = len(self._before), step.before.columns
+        self.tables.truncate(columns)
+        if len(self.tables.tokens) != rows and columns:
+            self._replace_tables(np.zeros(rows, np.int64))
+        elif len(self.tables.tokens) != rows:
+            self.tables = BlockTables(self.pool, rows)
         self._end_step()
-        self._behind.clear()
-        self.tables.truncate(step.before.columns)
-        if self._is_fork:
-            self._replace_tables(np.zeros(1, np.int64))
 
     def _end_step(self) -> None:
+        behind: set[int] = set()
         if self.step is not None:
             self.step.is_current = False
-            self.step, self._sharing, self._group_steps = None, None, []
+        self.step, self._behind, self._has_failed = None, behind, False
+        self._sharing, self._group_steps = None, []
 
     def _replace_tables(self, rows: np.ndarray) -> None:
-        old, self.tables = self.tables, self.tables.select(rows)
+        old, tables = self.tables, self.tables.select(rows)
+        freed = None if self._freed_rows is None else self._freed_rows[rows]
+        self.tables, self._freed_rows = tables, freed
         old.release()
-        if self._freed_rows is not None:
-            self._freed_rows = self._freed_rows[rows]
 
     def _new_tokens(self, rows: int, columns: int) -> np.ndarray | None:
-        mask = self._mask() if self._mask is not None else None
-        self._mask = None
+        reference = self._masks.pop(threading.get_ident(), None)
+        mask = None if reference is None else reference()
+        if mask is not None and mask.kv_offset + mask.kv_length - mask.shape[2] != self.columns:
+            raise RuntimeError(
+                "The cache is not as long as when the mask of this forward was made; if several "
+                "threads use it, give each a fork() of its own."
+            )
         self.may_hold_padding |= mask is None
         if mask is not None and mask.pattern is None and self._known is None:
             self._known = self.columns
@@ -441,6 +503,15 @@ class Batch:
             f"The cache holds {self.rows} rows, the input has {rows}; a cache of one row serves "
             "any number, any other must get the rows that it holds."
         )
+
+    def _check_thread(self) -> None:
+        thread = self._thread
+        if self._behind and thread is not threading.current_thread() and thread.is_alive():
+            raise RuntimeError(
+                f"{thread.name} is in the middle of a step of this PagedCache, or its forward has "
+                "failed there; give each thread a fork(), and free() a cache whose forward failed "
+                "in another thread."
+            )
 
     def _check_usable(self) -> None:
         if self.is_freed:

@@ -7,6 +7,9 @@ is the same `block_size` slots in the K and V tensors of every layer of the grou
 Two rules keep sharing safe: only a block with one holder is ever written, and a block returns to
 the free list exactly when its count falls to zero (Kwon et al., "Efficient Memory Management for
 Large Language Model Serving with PagedAttention", 2023).
+
+Counts and free lists follow from the block tables and the prefix index. So a change that an
+exception has cut short (Ctrl-C comes after any call) is not undone: the pool counts again.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,10 +97,13 @@ class LayerStorage:
         self._dims, self.given_dtype = dims, given_dtype
         self._set(keys, values)
 
-    def _set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.padded_keys, self.padded_values = keys, values
-        self.keys, self.values = keys[..., : self._dims[0]], values[..., : self._dims[1]]
-        self.key_slots, self.value_slots = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+    def _set(self, padded_keys: torch.Tensor, padded_values: torch.Tensor) -> None:
+        keys, values = padded_keys[..., : self._dims[0]], padded_values[..., : self._dims[1]]
+        key_slots, value_slots = keys.flatten(0, 1), values.flatten(0, 1)
+        # No exception comes between assignments alone, so that all six are of the same memory.
+        self.padded_keys, self.padded_values = padded_keys, padded_values
+        self.keys, self.values = keys, values
+        self.key_slots, self.value_slots = key_slots, value_slots
 
     @property
     def num_bytes(self) -> int:
@@ -205,9 +212,7 @@ class BlockGroup:
 
     def check(self, holders: Sequence[np.ndarray]) -> None:
         """Raise AssertionError unless counts and free list agree with what `holders` hold."""
-        held = np.zeros(self.capacity, np.int32)
-        for blocks in holders:
-            np.add.at(held, blocks, 1)
+        held = self._counts(holders)
         wrong = np.flatnonzero(held != self.ref_counts)
         assert not len(wrong), f"blocks {wrong[:8]}: counts {self.ref_counts[wrong[:8]]}, " + (
             f"holders {held[wrong[:8]]}"
@@ -220,21 +225,61 @@ class BlockGroup:
             for stored in (storage.keys, storage.values):
                 assert len(stored) >= self.capacity, f"layer {layer} has too few blocks"
 
+    def recount(self, holders: Sequence[np.ndarray]) -> None:
+        """Make counts and free list what `holders` hold."""
+        counts = self._counts(holders)
+        unheld = np.flatnonzero(counts == 0)[::-1]
+        free, num_free = np.zeros(self.capacity, np.int64), len(unheld)
+        free[:num_free] = unheld
+        self.ref_counts, self._free, self.num_free = counts, free, num_free
+
+    def _counts(self, holders: Sequence[np.ndarray]) -> np.ndarray:
+        counts = np.zeros(self.capacity, np.int32)
+        for blocks in holders:
+            np.add.at(counts, blocks, 1)
+        return counts
+
     def resize(self, num_blocks: int) -> None:
         """Start over with `num_blocks` blocks, while none is used and nothing is stored."""
         assert not self.num_used
         assert not self.storage
-        self.max_blocks, self.num_free = num_blocks, 0
-        self.ref_counts, self._free = np.zeros(0, np.int32), np.zeros(0, np.int64)
-        self._set_capacity(num_blocks)
+        counts, free = np.zeros(num_blocks, np.int32), np.arange(num_blocks)[::-1].copy()
+        self.max_blocks, self.num_free = num_blocks, num_blocks
+        self.ref_counts, self._free = counts, free
 
     def _set_capacity(self, capacity: int) -> None:
         fresh = np.arange(self.capacity, capacity, dtype=np.int64)[::-1]
         free = np.empty(capacity, np.int64)
         free[: len(fresh)] = fresh
         free[len(fresh) : len(fresh) + self.num_free] = self._free[: self.num_free]
-        self._free, self.num_free = free, self.num_free + len(fresh)
-        self.ref_counts = np.concatenate([self.ref_counts, np.zeros(len(fresh), np.int32)])
+        counts = np.concatenate([self.ref_counts, np.zeros(len(fresh), np.int32)])
+        num_free = self.num_free + len(fresh)
+        self.ref_counts, self._free, self.num_free = counts, free, num_free
+
+
+class Change:
+    """Around all that changes block tables or counts: `with pool.lock, pool.change:`.
+
+    Args:
+        recount: called before the next change where an exception has cut one short.
+    """
+
+    def __init__(self, recount: Callable[[], None]):
+        self._recount, self._is_cut_short = recount, False
+
+    def __enter__(self) -> None:
+        if self._is_cut_short:
+            self._recount()
+            self._is_cut_short = False
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._is_cut_short = True
 
 
 class BlockPool:
@@ -290,10 +335,11 @@ class BlockPool:
         self.lock = threading.RLock()
         self.copies = self.peak_used = self.evictions = 0
         self.hits = self.misses = self.matched_tokens = 0
-        self._tables: weakref.WeakSet[BlockTables] = weakref.WeakSet()
-        # Tables of caches that were garbage collected: the collector may run in the middle of any
-        # other call, so it only queues them here and the next call returns their blocks.
-        self._dropped: deque[list[np.ndarray]] = deque()
+        self.change = Change(self._recount)
+        # The arrays of each cache's tables, which outlive it: the collector may run in the middle
+        # of any other call, so it only queues the reference, and the next call returns the blocks.
+        self._tables: dict[weakref.ref[BlockTables], list[np.ndarray]] = {}
+        self._dropped: deque[weakref.ref[BlockTables]] = deque()
         if self.max_memory is not None:
             computed = dtype or getattr(model, "dtype", None)
             num_blocks = self._blocks_in_memory(bytes_per_token(self.config, kv_dtype or computed))
@@ -489,43 +535,58 @@ class BlockPool:
             How many blocks were freed, which may be a few more than n.
         """
         _check_count("n", n)
-        with self.lock:
+        with self.lock, self.change:
             self.collect()
             most = min(n, sum(self.index.evictable()))
             return self._evict(lambda freed: sum(freed) >= most)
 
     def clear_prefixes(self) -> None:
         """Forget all prefixes; what no cache uses is free."""
-        with self.lock:
+        with self.lock, self.change:
             self.index.clear()
 
     def check(self) -> None:
         """Raise AssertionError where an invariant of the pool is broken."""
         with self.lock:
             self.collect()
-            tables = list(self._tables)
             for index, group in enumerate(self.groups):
-                group.check([*(table.held(index) for table in tables), self.index.held(index)])
-            for table in tables:
-                table.check()
+                group.check(self._holders(index))
+            for reference in list(self._tables):
+                tables = reference()
+                if tables is not None:
+                    tables.check()
             self.index.check()
 
     def collect(self) -> None:
         """Return the blocks of caches that were garbage collected."""
-        with self.lock:
+        with self.lock, self.change:
             while self._dropped:
-                for group, table in zip(self.groups, self._dropped.popleft(), strict=True):
+                tables = self._tables.pop(self._dropped.popleft(), None)
+                for group, table in zip(self.groups, tables or [], strict=False):
                     group.release(table[table >= 0])
 
     def register(self, tables: BlockTables) -> None:
-        self._tables.add(tables)
+        """Count the blocks in the list `tables.tables` as held, for as long as `tables` lives."""
+        self._tables[weakref.ref(tables, self._dropped.append)] = tables.tables
 
-    def drop(self, tables: list[np.ndarray]) -> None:
-        """Queue the block tables (one a group) of a cache that is gone; safe in a finalizer."""
-        self._dropped.append(tables)
+    def _recount(self) -> None:
+        """Count the holders of every block, whatever a change that was cut short has done."""
+        for reference in list(self._tables):
+            tables = reference()
+            if tables is None:
+                self._tables.pop(reference, None)
+            else:
+                tables.drop_unfinished()
+        self.index.mend()
+        for index, group in enumerate(self.groups):
+            group.recount(self._holders(index))
+
+    def _holders(self, group: int) -> list[np.ndarray]:
+        held = [tables[group] for tables in list(self._tables.values())]
+        return [*(table[table >= 0] for table in held), self.index.held(group)]
 
     def take(self, counts: Sequence[int]) -> list[np.ndarray]:
-        """Take `counts[g]` blocks of each group g, all of them or none.
+        """Take `counts[g]` blocks of each group g, all of them or none, in a change.
 
         Raises:
             PoolExhausted: a bounded group has too few, also without the prefixes that nobody uses;
@@ -554,7 +615,11 @@ class BlockPool:
         return freed
 
     def save_prefixes(self, path: str | os.PathLike[str]) -> None:
-        """Write all known prefixes of the model as it is now to a safetensors file."""
+        """Write all known prefixes of the model as it is now to a safetensors file.
+
+        Raises:
+            OSError: the file cannot be written; what was there before is as it was.
+        """
         from .reuse import save_prefixes
 
         save_prefixes(self, path)

@@ -138,6 +138,30 @@ class PrefixIndex:
             self._remove(node)
         self._roots.clear()
 
+    def mend(self) -> None:
+        """Make the order of use and the holds those of the tree, whatever was cut short."""
+        self._roots = {key: root for key, root in self._roots.items() if root.children}
+        last_use = {node: at for at, node in enumerate(self._order)}
+        nodes = list(self._roots.values())
+        depth: dict[Node | None, int] = {}
+        for node in nodes:  # grows on the way: parents come before their children
+            depth[node] = depth.get(node.parent, -1) + 1
+            for child in node.children.values():
+                child.parent = node
+                nodes.append(child)
+        used = {node: last_use.get(node, len(last_use)) for node in nodes}
+        for node in reversed(nodes):
+            if node.parent is not None:
+                used[node.parent] = max(used[node.parent], used[node])
+        nodes = [node for node in nodes if depth[node]]
+        nodes.sort(key=lambda node: (used[node], -depth[node]))
+        holds: list[Counter[int]] = [
+            Counter(node.blocks[group] for node in nodes if node.blocks[group] >= 0)
+            for group in range(len(self._groups))
+        ]
+        order = OrderedDict.fromkeys(nodes)
+        self._order, self._holds = order, holds
+
     def held(self, group: int) -> np.ndarray:
         """int64, the blocks of a group that the index holds."""
         blocks = np.array([node.blocks[group] for node in self._order], np.int64)

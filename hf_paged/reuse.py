@@ -29,7 +29,7 @@ def match_prefix(
     prompts, padding = _prompts(input_ids, attention_mask)
     _check_positions(pool, np.arange(input_ids.shape[1]) >= padding[:, None])
     _check_length(pool, input_ids.shape[1])
-    with pool.lock:
+    with pool.lock, pool.change:
         pool.collect()
         found = [pool.index.match(key, prompt) for prompt in prompts]
         ends = padding + [length for length, _ in found]
@@ -92,7 +92,7 @@ def insert_prefix(
                 "The attention_mask is not the one that the cache was computed with; pass that of "
                 "the prompts, or none."
             )
-    with pool.lock:
+    with pool.lock, pool.change:
         pool.collect()
         fresh = 0
         for row, row_ids, is_token in zip(rows, ids[:, :columns], mask, strict=True):
@@ -136,7 +136,7 @@ def load_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> int:
     ):
         raise ValueError(f"{path} cannot be loaded: its tokens do not fit its rows.")
     identity = pool.identity()
-    with pool.lock:
+    with pool.lock, pool.change:
         tables = snapshot.place(pool, Tokens(int(lengths.max(initial=0)), lengths))
         rows = np.split(tokens, lengths.cumsum()[:-1]) if len(lengths) else []
         fresh = sum(

@@ -87,7 +87,7 @@ class Snapshot:
             ValueError: its layers are of another shape or dtype.
         """
         counts = [int(table.max(initial=-1)) + 1 for table in self.tables]
-        with pool.lock:
+        with pool.lock, pool.change:
             storages = {}
             for layer, (keys, values) in sorted(self.states.items()):
                 like = [
@@ -103,21 +103,19 @@ class Snapshot:
                         f"{storages[layer].keys.dtype}; use a pool of the same kv_dtype."
                     )
             taken = pool.take(counts)
-            try:
-                for layer, storage in storages.items():
-                    index = torch.from_numpy(taken[pool.group_of_layer[layer]])
-                    for stored, states in zip(
-                        (storage.keys, storage.values), self.states[layer], strict=True
-                    ):
-                        stored[index.to(stored.device)] = states.to(stored.device)
-                tables = [
-                    np.append(blocks, -1)[table].astype(np.int32)
-                    for table, blocks in zip(self.tables, taken, strict=True)
-                ]
-                held = BlockTables.holding(pool, tokens, tables)
-            finally:
-                for group, blocks in zip(pool.groups, taken, strict=True):
-                    group.release(blocks)
+            for layer, storage in storages.items():
+                index = torch.from_numpy(taken[pool.group_of_layer[layer]])
+                for stored, states in zip(
+                    (storage.keys, storage.values), self.states[layer], strict=True
+                ):
+                    stored[index.to(stored.device)] = states.to(stored.device)
+            tables = [
+                np.append(blocks, -1)[table].astype(np.int32)
+                for table, blocks in zip(self.tables, taken, strict=True)
+            ]
+            held = BlockTables.holding(pool, tokens, tables)
+            for group, blocks in zip(pool.groups, taken, strict=True):
+                group.release(blocks)
         return held
 
     def save(self, path: str | os.PathLike[str], pool: BlockPool, kind: str, identity: str) -> None:

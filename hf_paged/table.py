@@ -87,6 +87,13 @@ class Tokens:
         padding = self.columns - self.lengths
         return Tokens(columns, np.maximum(columns - padding, 0))
 
+    def without(self, rows: np.ndarray) -> Tokens:
+        """All columns of `rows` become padding."""
+        kept = np.ones(len(self), bool)
+        kept[rows] = False
+        is_token = None if self.is_token is None else self.is_token & kept[:, None]
+        return replace(self, lengths=self.lengths * kept, is_token=is_token)
+
     def select(self, rows: np.ndarray) -> Tokens:
         is_token = None if self.is_token is None else self.is_token[rows]
         return replace(self, lengths=self.lengths[rows], is_token=is_token)
@@ -111,6 +118,9 @@ class Tokens:
 class BlockTables:
     """Block tables of all rows of a cache, one array a layer group.
 
+    Exceptions come at any time, so whoever changes them puts a block into a table before the tokens
+    that it will hold, and drops tokens before their blocks.
+
     Attributes:
         tokens: which columns are tokens.
         tables: for each group int32 [rows, width], the physical block of each logical block, -1
@@ -127,8 +137,8 @@ class BlockTables:
     def holding(cls, pool: BlockPool, tokens: Tokens, tables: list[np.ndarray]) -> BlockTables:
         """New tables that share the blocks in `tables`, whose present holders keep them."""
         new = cls(pool)
-        with pool.lock:
-            new.tokens, new.tables = tokens, tables
+        with pool.lock, pool.change:
+            new.tables[:], new.tokens = tables, tokens
             for index, group in enumerate(pool.groups):
                 group.retain(new.held(index))
         return new
@@ -167,14 +177,21 @@ class BlockTables:
 
     def release(self) -> None:
         """Give all blocks back; what remains is a cache of no rows."""
-        with self.pool.lock:
+        tokens, tables = Tokens.none(0), [table[:0] for table in self.tables]
+        with self.pool.lock, self.pool.change:
             for index, group in enumerate(self.pool.groups):
                 group.release(self.held(index))
-                self.tables[index] = np.full((0, 8), -1, np.int32)
-        self.tokens = Tokens.none(0)
+            self.tables[:], self.tokens = tables, tokens
 
-    def __del__(self) -> None:
-        self.pool.drop(self.tables)
+    def drop_unfinished(self) -> None:
+        """Forget the blocks behind each row's end, which an append that was cut short has left."""
+        for table in self.tables:
+            table[self._is_behind(table)] = -1
+
+    def _is_behind(self, table: np.ndarray) -> np.ndarray:
+        """bool [rows, width], True for the blocks behind each row's last token."""
+        stops = -(-self.tokens.lengths // self.pool.block_size)
+        return np.arange(table.shape[1]) >= stops[:, None]
 
     def append(self, tokens: Tokens, keep_past: bool, sharing: Sharing | None = None) -> None:
         """Hold blocks for new columns, copying a shared block that they will write to.
@@ -187,7 +204,7 @@ class BlockTables:
         Raises:
             PoolExhausted: a group has too few free blocks; nothing has changed.
         """
-        with self.pool.lock:
+        with self.pool.lock, self.pool.change:
             needs = [
                 _Need(self, index, tokens, keep_past, sharing)
                 for index in range(len(self.pool.groups))
@@ -203,7 +220,7 @@ class BlockTables:
         Raises:
             PoolExhausted: a group has too few free blocks; nothing has changed.
         """
-        with self.pool.lock:
+        with self.pool.lock, self.pool.change:
             shared = []
             for group, table in zip(self.pool.groups, self.tables, strict=True):
                 own = table[rows]
@@ -227,7 +244,6 @@ class BlockTables:
             RuntimeError: a window's older blocks, which would be needed again, are gone.
         """
         tokens = self.tokens.truncate(columns)
-        stops = -(-tokens.lengths // self.pool.block_size)
         for group, table in zip(self.pool.groups, self.tables, strict=True):
             if _missing(group, table, tokens):
                 raise RuntimeError(
@@ -235,29 +251,19 @@ class BlockTables:
                     f"window of {group.window} would need again are gone; call "
                     "activate_past_recording() before the forward whose tokens will be cropped."
                 )
-        with self.pool.lock:
-            for group, table in zip(self.pool.groups, self.tables, strict=True):
-                _drop(group, table, np.arange(table.shape[1]) >= stops[:, None])
+        with self.pool.lock, self.pool.change:
             self.tokens = tokens
+            self.drop_behind_ends()
 
-    def empty(self, rows: np.ndarray) -> None:
-        """Give the blocks of `rows` back: all their columns count as padding."""
-        kept = np.ones(len(self.tokens), bool)
-        kept[rows] = False
-        with self.pool.lock:
+    def drop_behind_ends(self) -> None:
+        """Give back the blocks behind each row's last token."""
+        with self.pool.lock, self.pool.change:
             for group, table in zip(self.pool.groups, self.tables, strict=True):
-                _drop(group, table, np.broadcast_to(~kept[:, None], table.shape))
-            self.tokens = replace(
-                self.tokens,
-                lengths=self.tokens.lengths * kept,
-                is_token=None
-                if self.tokens.is_token is None
-                else self.tokens.is_token & kept[:, None],
-            )
+                _drop(group, table, self._is_behind(table))
 
     def drop_outside_windows(self) -> None:
         """Give back the blocks that no window reaches any more."""
-        with self.pool.lock:
+        with self.pool.lock, self.pool.change:
             for group, table in zip(self.pool.groups, self.tables, strict=True):
                 if group.window is not None:
                     firsts = first_block(group, self.tokens)
@@ -266,10 +272,8 @@ class BlockTables:
     def check(self) -> None:
         """Raise AssertionError unless each row holds exactly the blocks that it needs."""
         assert not self.missing(), "a row lacks a block that it needs"
-        stops = -(-self.tokens.lengths // self.pool.block_size)
         for table in self.tables:
-            past_end = np.arange(table.shape[1]) >= stops[:, None]
-            assert not ((table >= 0) & past_end).any(), "a row holds a block past its end"
+            assert (table[self._is_behind(table)] < 0).all(), "a row holds a block past its end"
 
     def missing(self) -> int:
         """Entries without a block where a row needs one."""

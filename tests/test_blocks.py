@@ -11,7 +11,6 @@ from conftest import ragged_ids, tiny
 from transformers import LlamaConfig, MistralConfig
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
-from hf_paged import pool as pool_module
 
 CONFIG = LlamaConfig(
     num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4, hidden_size=8
@@ -286,25 +285,3 @@ def test_debug_variable_checks_each_step(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(AssertionError, match="counts"), torch.no_grad():
         model(input_ids=torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
     group.ref_counts[0] -= 1
-
-
-def test_growth_that_fails_half_way_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K has grown and V runs out of memory: nothing has changed, and the next try works."""
-    cache = PagedCache(config=CONFIG, block_size=4)
-    append(cache, 1, 8)
-    grown, calls = pool_module._grown, []
-
-    def failing(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        calls.append(num_blocks)
-        if len(calls) == 2:
-            raise MemoryError
-        return grown(tensor, num_blocks)
-
-    monkeypatch.setattr(pool_module, "_grown", failing)
-    before = cache.layers[0].values
-    with pytest.raises(MemoryError):
-        append(cache, 1, 40, seed=1)
-    assert cache.get_seq_length() == 8
-    _, values = append(cache, 1, 40, seed=2)
-    assert torch.equal(cache.layers[0].values, torch.cat([before, values], 2))
-    cache.pool.check()

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ragged_ids, tiny, two_layer_config
+from conftest import ragged_ids, two_layer_config
+from interrupts import interrupt
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
+from hf_paged import pool as pool_module
+from hf_paged.backends import cpu_decode
 
 Build = Callable[[str], PreTrainedModel]
 
@@ -163,10 +166,13 @@ def test_generate_in_a_full_pool_leaves_a_usable_cache(model: PreTrainedModel) -
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("prompt_first", [True, False], ids=["in a decode", "in the prefill"])
-@pytest.mark.parametrize("layer", [0, 2, 3])
-def test_a_forward_that_fails_is_rolled_back(name: str, prompt_first: bool, layer: int) -> None:
+@pytest.mark.parametrize("layer", range(4))
+@pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp"], ids=["before update", "behind it"])
+def test_a_forward_that_fails_is_rolled_back(
+    tiny_model: Build, name: str, prompt_first: bool, layer: int, place: str
+) -> None:
     """The next call continues from the last complete step, whichever layer the failure was in."""
-    model = tiny(name)
+    model = tiny_model(name)
     inputs = ragged_ids([13, 6])
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     model.set_attn_implementation("sdpa")
@@ -178,14 +184,14 @@ def test_a_forward_that_fails_is_rolled_back(name: str, prompt_first: bool, laye
         with torch.no_grad():
             model(**prompt, position_ids=positions[:, :-1], past_key_values=cache)
     before = cache.get_seq_length()
-    hook = model.model.layers[layer].mlp.register_forward_hook(interrupt)
+    hook = model.model.layers[layer].get_submodule(place).register_forward_hook(interrupt)
     ids, mask = inputs["input_ids"][:, before:], inputs["attention_mask"]
     with pytest.raises(KeyboardInterrupt) as held, torch.no_grad():
         model(input_ids=ids, attention_mask=mask, past_key_values=cache)
     hook.remove()
     assert held is not None  # its traceback keeps the failed forward's frames alive
     # The last layer had its K/V when its MLP failed: then the step is complete, and is cropped.
-    if layer == 3:
+    if layer == 3 and place == "mlp":
         cache.crop(-(cache.get_seq_length() - before))
     assert cache.get_seq_length() == before
     found = model.generate(**inputs, past_key_values=cache, max_new_tokens=6)
@@ -227,8 +233,59 @@ def test_a_write_that_fails_is_rolled_back(
     assert cache.row_lengths == [11, 7]
 
 
-def interrupt(*args: Any) -> None:
-    raise KeyboardInterrupt
+@pytest.mark.parametrize("call", range(4))
+def test_a_kernel_that_raises(
+    model: PreTrainedModel, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each layer: the step is rolled back, and the same step then works."""
+    cache = prefilled(model, [9, 5])
+    ids = torch.ones(2, 1, dtype=torch.long)
+    with torch.no_grad():
+        expected = model(ids, past_key_values=cache.fork()).logits
+    attend, calls = cpu_decode.attend, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == call + 1:
+            raise RuntimeError("no thread could be started")
+        return attend(*args)
+
+    monkeypatch.setattr(cpu_decode, "attend", failing)
+    step = lambda: model(ids, past_key_values=cache)  # noqa: E731
+    with pytest.raises(RuntimeError, match="no thread"), torch.no_grad():
+        step()
+    if call == 3:  # all layers had their K/V
+        cache.crop(-1)
+    assert cache.get_seq_length() == 9
+    with torch.no_grad():
+        assert torch.equal(step().logits, expected)
+    cache.pool.check()
+
+
+@pytest.mark.parametrize("tensor", range(8))
+def test_growth_that_fails_anywhere_is_made_good(
+    tiny_model: Build, tensor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K or V of any of 2 layers of 2 groups runs out of memory: nothing has changed."""
+    model = tiny_model("gemma3_text")
+    model.set_attn_implementation("hf_paged")
+    cache = prefilled(model, [9, 5])
+    ids = ragged_ids([40, 40], seed=1)["input_ids"]
+    with torch.no_grad():
+        expected = model(ids, past_key_values=prefilled(model, [9, 5])).logits
+    grown, calls = pool_module._grown, []
+
+    def failing(memory: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        calls.append(num_blocks)
+        if len(calls) == tensor + 1:
+            raise MemoryError
+        return grown(memory, num_blocks)
+
+    monkeypatch.setattr(pool_module, "_grown", failing)
+    unchanged(cache, lambda: model(ids, past_key_values=cache), MemoryError, "^$")
+    with torch.no_grad():
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+    cache.pool.check()
 
 
 def test_more_than_max_memory_is_refused_each_time() -> None:

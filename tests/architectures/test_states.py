@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_paged import BlockPool, PagedCache
+from hf_paged import BlockPool, PagedCache, PoolExhausted
 
 from .compare import text_inputs
 from .models import is_tested
@@ -104,6 +104,20 @@ def test_a_failed_forward_is_not_continued(name: str) -> None:
         step(model, cache, ids[:, :1])
     cache.reset()
     assert torch.equal(step(model, cache, ids), expected)
+
+
+def test_a_full_pool_is_noticed_after_other_states_have_moved_on() -> None:
+    """Recurrent layers in front of the first K/V: what follows would be wrong, so it is refused."""
+    model = tiny("jamba", "hf_paged")
+    ids = text_inputs(padding=0)["input_ids"]
+    cache = PagedCache(pool=BlockPool(model.config, block_size=4, num_blocks=10))
+    step(model, cache, ids[:, :8])
+    with pytest.raises(PoolExhausted):
+        step(model, cache, ids.repeat(1, 9))
+    with pytest.raises(RuntimeError, match="reset"):
+        step(model, cache, ids[:, 8:9])
+    cache.reset()
+    step(model, cache, ids[:, :8])
 
 
 @pytest.mark.parametrize("name", ["jamba", "deepseek_v32"])
