@@ -276,6 +276,7 @@ class PagedCache(DynamicCache):
 
         Raises:
             ValueError: the model has layers that keep other states than K/V.
+            OSError: the file cannot be written; what was there before is as it was.
         """
         if self._stateful_layers():
             raise ValueError(
@@ -285,10 +286,8 @@ class PagedCache(DynamicCache):
         tables, known = self.known_tables()
         tokens = tables.tokens
         snapshot = Snapshot.take(self.pool, tokens.lengths, tables.tables)
-        snapshot.facts = {"columns": tokens.columns, "known": known}
-        if tokens.is_token is not None:
-            snapshot.arrays["is_token"] = tokens.is_token
-        snapshot.facts["may_hold_padding"] = self.may_hold_padding
+        snapshot.facts |= {"known": known, "may_hold_padding": self.may_hold_padding}
+        snapshot.arrays["is_token"] = tokens.mask()
         snapshot.save(path, self.pool, "cache", self.identity or self.pool.identity())
 
     @classmethod
@@ -305,10 +304,18 @@ class PagedCache(DynamicCache):
             ValueError: the file is damaged, or of another model.
         """
         snapshot, pool = Snapshot.load(path, "cache", partial(BlockPool, config))
-        columns, known = snapshot.facts.get("columns", -1), snapshot.facts.get("known")
-        tokens = Tokens(columns, snapshot.lengths, snapshot.arrays.get("is_token"))
-        if not tokens.is_sound() or not isinstance(known, int):
+        mask, known = snapshot.arrays.get("is_token"), snapshot.facts.get("known")
+        lengths = snapshot.lengths
+        if (
+            mask is None
+            or (mask.dtype, mask.ndim, len(mask)) != (bool, 2, len(lengths))
+            or (mask.sum(1) != lengths).any()
+            or (mask.shape[1] and not len(mask))
+            or not isinstance(known, int)
+            or not 0 <= known <= mask.shape[1]
+        ):
             raise ValueError(f"{path} cannot be loaded: its rows are not those of a cache.")
+        tokens = Tokens.of(mask)
         tables = snapshot.place(pool, tokens)
         if tables.missing():
             raise ValueError(f"{path} cannot be loaded: a row lacks blocks that it needs.")

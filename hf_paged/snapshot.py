@@ -1,11 +1,13 @@
 """Rows and their blocks outside of a pool: in memory for a cache that is moved out, or in a file.
 
 Files are safetensors, so that reading one never runs code. They are written beside their place and
-moved there, so that a process that dies leaves the old file or the new one.
+moved there, so that a process that dies leaves the old file or the new one. A checksum tells that a
+file is as it was written; it cannot tell who wrote it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import uuid
@@ -34,7 +36,8 @@ class Snapshot:
 
     Attributes:
         lengths: int64 [rows], tokens of each row.
-        tables: for each layer group int64 [rows, width], numbers of the copied blocks, -1 for none.
+        tables: for each layer group int64 [rows, blocks of the longest row], numbers of the copied
+            blocks, -1 for none.
         states: K and V of each layer, [blocks of its group, block_size, kv_heads, head_dim]. Slots
             without a token are zero.
         given_dtypes: dtype of each layer's K/V as the model computes them.
@@ -59,8 +62,10 @@ class Snapshot:
     ) -> Snapshot:
         """Copy what `tables` (physical blocks, [rows, width] for each group) hold to `device`."""
         numbers, states, given = [], {}, {}
+        width = _blocks(lengths, pool.block_size).max(initial=0)
         with pool.lock:
-            for group, table in zip(pool.groups, tables, strict=True):
+            for group, whole in zip(pool.groups, tables, strict=True):
+                table = whole[:, :width]
                 blocks, number = np.unique(table[table >= 0], return_inverse=True)
                 numbered = np.full(table.shape, -1, np.int64)
                 numbered[table >= 0] = number
@@ -90,6 +95,8 @@ class Snapshot:
         with pool.lock, pool.change:
             storages = {}
             for layer, (keys, values) in sorted(self.states.items()):
+                if not len(keys):
+                    continue
                 like = [
                     states[:1]
                     .transpose(1, 2)
@@ -126,6 +133,9 @@ class Snapshot:
             pool: where the blocks were.
             kind: what it holds.
             identity: `BlockPool.identity` of the model that computed the K/V.
+
+        Raises:
+            OSError: it cannot be written; what was at `path` is as it was.
         """
         path = Path(path)
         facts = {
@@ -142,14 +152,18 @@ class Snapshot:
         tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
         for layer, (keys, values) in self.states.items():
             tensors |= {f"layer.{layer}.keys": keys, f"layer.{layer}.values": values}
-        name = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        text = json.dumps(facts)
+        metadata = {"format": FORMAT, "facts": text, "checksum": checksum(text, tensors)}
+        name = path.with_name(f".hf_paged.{uuid.uuid4().hex}")
         try:
-            save_file(tensors, name, {"format": FORMAT, "facts": json.dumps(facts)})
+            save_file(tensors, name, metadata)
             with open(name, "rb") as written:
                 os.fsync(written.fileno())
             os.replace(name, path)
-        except BaseException:
+        except BaseException as error:
             name.unlink(missing_ok=True)
+            if isinstance(error, SafetensorError):
+                raise OSError(f"{path} cannot be written: {error}.") from error
             raise
 
     @classmethod
@@ -167,9 +181,11 @@ class Snapshot:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise _Wrong(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if metadata.get("format") != FORMAT:
-                raise _Wrong(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
+            if metadata["checksum"] != checksum(metadata["facts"], tensors):
+                raise _Wrong("its contents are not what was written")
             snapshot = _parse(tensors, json.loads(metadata["facts"]))
             if snapshot.facts.get("kind") != kind:
                 raise _Wrong(f"it holds {snapshot.facts.get('kind')!r}, not {kind!r}")
@@ -184,6 +200,21 @@ class Snapshot:
         except _Wrong as error:
             raise ValueError(f"{path} cannot be loaded: {error}.") from None
         return snapshot, pool
+
+
+def checksum(facts: str, tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of all that a file holds, in hexadecimal digits."""
+    digest = hashlib.sha256(facts.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, dtype_name(tensor.dtype), tensor.shape]).encode())
+        if tensor.numel():
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _blocks(lengths: np.ndarray, block_size: int) -> np.ndarray:
+    """The blocks of rows of so many tokens."""
+    return -(-lengths // block_size)
 
 
 class _Wrong(Exception):
@@ -251,18 +282,13 @@ def _check(snapshot: Snapshot, pool: BlockPool) -> None:
         ]
         if any(len(shape) != 4 or shape[1] != size for shape in shapes):
             raise _Wrong(f"K/V of the {group} are not [blocks, block_size, kv_heads, head_dim]")
-        blocks = min((shape[0] for shape in shapes), default=0)
-        if table.dtype != np.int64 or table.ndim != 2 or len(table) != len(lengths):
+        stops = _blocks(lengths, size)
+        if table.dtype != np.int64 or table.shape != (len(lengths), stops.max(initial=0)):
             raise _Wrong(f"the block table of the {group} does not fit its rows")
-        if (
-            any(shape[0] != blocks for shape in shapes)
-            or not ((table >= -1) & (table < blocks)).all()
-        ):
-            raise _Wrong(f"the block table of the {group} points behind its blocks")
-        stops = -(-lengths // size)
-        if (stops > table.shape[1]).any() or (
-            (table >= 0) & (np.arange(table.shape[1]) >= stops[:, None])
-        ).any():
+        blocks = int(table.max(initial=-1)) + 1
+        if any(shape[0] != blocks for shape in shapes) or (table < -1).any():
+            raise _Wrong(f"the block table of the {group} is not that of its blocks")
+        if ((table >= 0) & (np.arange(table.shape[1]) >= stops[:, None])).any():
             raise _Wrong(f"the block table of the {group} does not end with its rows")
         if group.window is None and ((table >= 0).sum(1) != stops).any():
             raise _Wrong(f"the block table of the {group} has holes")

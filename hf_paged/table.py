@@ -37,19 +37,13 @@ class Tokens:
     def none(cls, rows: int) -> Tokens:
         return cls(0, np.zeros(rows, np.int64))
 
+    @classmethod
+    def of(cls, mask: np.ndarray) -> Tokens:
+        """Those of a mask, bool [rows, columns]."""
+        return cls.none(len(mask)).extend(mask.shape[1], mask)
+
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def is_sound(self) -> bool:
-        """Whether the parts fit together."""
-        if not isinstance(self.columns, int) or (self.lengths > self.columns).any():
-            return False
-        mask = self.is_token
-        return mask is None or (
-            mask.dtype == bool
-            and mask.shape == (len(self), self.columns)
-            and bool((mask.sum(1) == self.lengths).all())
-        )
 
     @property
     def is_unpadded(self) -> bool:
