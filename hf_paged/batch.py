@@ -11,7 +11,6 @@ by assignments alone, and a roll-back may be cut short and begun again.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,14 +21,13 @@ import numpy as np
 import torch
 
 from .backends import backend_for
-from .pool import BlockPool
+from .pool import BlockPool, is_debugging
 from .sharing import Sharing, find_sharing
 from .snapshot import Snapshot
 from .step import GroupStep, Step
 from .table import BlockTables, Tokens
 from .view import Calls, LayerPages, LazyMask, gather
 
-ENV_DEBUG = "HF_PAGED_DEBUG"
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -376,7 +374,7 @@ class Batch:
         self.tables.append(step.after, self.record_past, sharing)
         self._make_group_steps()
         self._pass_over(layer)
-        if os.environ.get(ENV_DEBUG) == "1":
+        if is_debugging():
             self.pool.check()
         return step
 

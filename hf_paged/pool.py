@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 # (keys, values) -> the width of a head of each in memory.
 StoredDims = Callable[[torch.Tensor, torch.Tensor], tuple[int, int]]
 
+ENV_DEBUG = "HF_PAGED_DEBUG"
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 GROWTH = 1.5  # an unbounded group grows by half, so that growing costs O(1) a token
 
@@ -117,12 +118,22 @@ class LayerStorage:
 
     @torch.inference_mode(False)  # what is made in inference mode could be written nowhere else
     def grow(self, num_blocks: int) -> None:
+        before = min(len(self.keys), len(self.values))
         # One after the other, so that at most one tensor is held twice. If the second runs out of
         # memory, another try grows what is short.
         if self.padded_keys.shape[0] < num_blocks:
             self._set(_grown(self.padded_keys, num_blocks), self.padded_values)
         if self.padded_values.shape[0] < num_blocks:
             self._set(self.padded_keys, _grown(self.padded_values, num_blocks))
+        if is_debugging():
+            self.poison(np.arange(before, num_blocks))
+
+    def poison(self, blocks: np.ndarray) -> None:
+        """Fill `blocks` with NaN, so that it shows if anybody reads what nobody has written."""
+        for stored in (self.keys, self.values):
+            nan = torch.full((), torch.nan, device=stored.device).to(stored.dtype)
+            index = torch.from_numpy(blocks.copy()).to(stored.device)
+            _bits(stored)[index] = _bits(nan)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy blocks `source` to `target` (int64 [blocks], on the storage's device)."""
@@ -201,6 +212,7 @@ class BlockGroup:
         freed = np.unique(blocks[self.ref_counts[blocks] == 0])[::-1]
         self._free[self.num_free : self.num_free + len(freed)] = freed
         self.num_free += len(freed)
+        self._poison(freed)
 
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
         indices: dict[torch.device, list[torch.Tensor]] = {}
@@ -232,6 +244,12 @@ class BlockGroup:
         free, num_free = np.zeros(self.capacity, np.int64), len(unheld)
         free[:num_free] = unheld
         self.ref_counts, self._free, self.num_free = counts, free, num_free
+        self._poison(unheld)
+
+    def _poison(self, blocks: np.ndarray) -> None:
+        if len(blocks) and is_debugging():
+            for storage in self.storage.values():
+                storage.poison(blocks)
 
     def _counts(self, holders: Sequence[np.ndarray]) -> np.ndarray:
         counts = np.zeros(self.capacity, np.int32)
@@ -697,6 +715,8 @@ class BlockPool:
                 ]
                 dims = keys.shape[3], values.shape[3]
                 storage = LayerStorage(memory[0], memory[1], dims, keys.dtype)
+                if is_debugging():
+                    storage.poison(np.arange(group.capacity))
                 self._check_budget(layer, storage)
                 group.storage[layer] = storage
             return group.storage[layer]
@@ -747,6 +767,11 @@ class BlockPool:
         shape = (group.capacity, self.block_size, new.shape[1], dim)
         make = torch.empty if dim == new.shape[3] else torch.zeros
         return make(shape, dtype=self.kv_dtype or new.dtype, device=new.device)
+
+
+def is_debugging() -> bool:
+    """Whether each step is checked, and blocks that nobody holds are filled with NaN."""
+    return os.environ.get(ENV_DEBUG) == "1"
 
 
 def _grown(memory: torch.Tensor, num_blocks: int) -> torch.Tensor:
