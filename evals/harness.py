@@ -63,10 +63,13 @@ class Evaluation:
         }
 
 
-def compare(task: str, batch_size: int, limit: int | None) -> dict[str, Any]:
-    """A task by both models, each on a model of its own."""
+def compare(
+    model: Any, tokenizer: Any, task: str, batch_size: int, limit: int | None
+) -> dict[str, Any]:
+    """A task by both models, one after the other."""
+    model.set_attn_implementation("sdpa")  # hf-paged sets its own
     theirs, mine = (
-        Evaluation(make(*small_model.load(), batch_size=batch_size), task, limit)
+        Evaluation(make(model, tokenizer=tokenizer, batch_size=batch_size), task, limit)
         for make in (HFLM, PagedHFLM)
     )
     are_scored = isinstance(mine.answers[0], tuple)
@@ -123,7 +126,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main(arguments: argparse.Namespace) -> int:
     torch.manual_seed(0)
     cases = (
-        [("continuations", 4, 12), ("continuations_written", 4, 4)]
+        [("continuations", 4, 12), ("continuations_written", 2, 6)]
         if arguments.quick
         else [
             ("continuations", 8, None),
@@ -131,7 +134,8 @@ def main(arguments: argparse.Namespace) -> int:
             ("continuations_written", 8, 64),
         ]
     )
-    rows = [compare(*case) for case in tqdm(cases, unit="case")]
+    model, tokenizer = small_model.load()
+    rows = [compare(model, tokenizer, *case) for case in tqdm(cases, unit="case")]
     facts = {**machine_facts(), "lm_eval": version("lm_eval")}
     write_results(arguments.out, "harness", "lm-evaluation-harness", facts, {TITLE: rows})
     plot(rows, arguments.out / "harness.png")

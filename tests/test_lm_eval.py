@@ -17,6 +17,7 @@ from conftest import tiny
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from evals.prefix_reuse import Tokens
@@ -91,6 +92,28 @@ def test_log_likelihoods_are_those_of_hf(pair, kind, batch_size):
     assert_equal(paged._loglikelihood_tokens(asked, disable_tqdm=True), expected)
     assert_equal(paged._loglikelihood_tokens(asked, disable_tqdm=True), expected)
     paged.pool.check()
+
+
+def test_an_adapter_of_peft_is_used(pair):
+    hf, paged = pair(batch_size=3)
+    plain = hf._loglikelihood_tokens(questions(hf), disable_tqdm=True)
+    config = LoraConfig(target_modules=["up_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    wrapped = get_peft_model(hf.model, config)
+    shared = {"tokenizer": hf.tokenizer, "batch_size": 3, "max_length": 512}
+    hf, paged = (kind(copy.deepcopy(wrapped), **shared) for kind in (HFLM, PagedHFLM))
+    asked = questions(hf)
+    expected = hf._loglikelihood_tokens(asked, disable_tqdm=True)
+    assert expected != plain
+    assert_equal(paged._loglikelihood_tokens(asked, disable_tqdm=True), expected)
+
+
+def test_virtual_tokens_of_peft_are_refused(pair):
+    hf, _ = pair()
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    wrapped = get_peft_model(copy.deepcopy(hf.model), config)
+    with pytest.raises(ValueError, match="virtual tokens"):
+        PagedHFLM(wrapped, tokenizer=hf.tokenizer)
 
 
 def test_what_is_longer_than_the_model_takes_loses_its_beginning(pair):
@@ -208,6 +231,7 @@ def test_newer_versions_of_the_harness_find_the_model_by_its_entry_point():
     assert found.load() is PagedHFLM
 
 
+@pytest.mark.slow  # the harness looks through thousands of tasks of its own
 def test_the_command_gives_the_scores_of_hf(real, tmp_path, monkeypatch, capsys):
     tiny("llama", vocab_size=VOCAB).save_pretrained(tmp_path)
     real[1].save_pretrained(tmp_path)

@@ -17,7 +17,7 @@ import datasets
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples import small_model
 
-PASSAGE_WORDS, CONTINUATION_WORDS, CHOICES = 40, 12, 4
+PASSAGE_WORDS, CONTINUATION_WORDS, CHOICES = 28, 12, 4
 FEW_SHOT = 16  # items that are examples and never asked
 
 
@@ -34,13 +34,17 @@ def load(items: int = 300, seed: int = 0, **metadata: Any) -> dict[str, datasets
 
 
 def _pieces() -> list[tuple[str, str]]:
-    """(passage, continuation) from each paragraph of prose that is long enough."""
-    pieces = []
+    """(passage, continuation) from each paragraph of prose, more than one from a long one."""
+    size, pieces = PASSAGE_WORDS + CONTINUATION_WORDS, []
     for paragraph in re.split(r"\n\s*\n", small_model.sample_text()):
         words = paragraph.split()
-        if len(words) >= PASSAGE_WORDS + CONTINUATION_WORDS and paragraph[:1].isupper():
-            passage, rest = words[:PASSAGE_WORDS], words[PASSAGE_WORDS:][:CONTINUATION_WORDS]
-            pieces.append((" ".join(passage), " ".join(rest)))
+        if words and words[0].isalpha():
+            for at in range(0, len(words) - size + 1, size):
+                passage, rest = (
+                    words[at : at + PASSAGE_WORDS],
+                    words[at + PASSAGE_WORDS : at + size],
+                )
+                pieces.append((" ".join(passage), " ".join(rest)))
     return pieces
 
 

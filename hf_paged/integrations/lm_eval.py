@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from ..cache import PagedCache
+from ..cache import PagedCache, unwrapped
 from ..pool import BlockPool, PoolExhausted
 
 # (the texts or None, the context's tokens, the continuation's tokens)
@@ -63,7 +63,8 @@ class PagedHFLM(HFLM):
         kwargs: what `hf` takes.
 
     Raises:
-        ValueError: the model is no causal language model, or its prefixes cannot be reused exactly.
+        ValueError: the model is no causal language model, has virtual tokens in front of every
+            prompt, or its prefixes cannot be reused exactly.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class PagedHFLM(HFLM):
         super().__init__(*args, **kwargs)
         if self.AUTO_MODEL_CLASS is not AutoModelForCausalLM:
             raise ValueError("hf-paged is for causal language models; use --model hf for others.")
+        if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError("hf-paged has no place for PEFT's virtual tokens; use --model hf.")
         self.model.set_attn_implementation("hf_paged")
         self.pool = BlockPool(self.model, block_size=block_size, max_memory=max_memory)
         self._longest_prefix = self.pool.longest_prefix
@@ -155,7 +158,7 @@ class PagedHFLM(HFLM):
             ids, is_token = self._padded(read, "right")
             mask = torch.cat([mask[context_of_row, :-1], is_token], 1)
             inputs = {"input_ids": ids, "attention_mask": mask}
-            if "position_ids" in signature(self.model.forward).parameters:
+            if "position_ids" in signature(unwrapped(self.model).forward).parameters:
                 inputs["position_ids"] = (mask.cumsum(1) - 1)[:, -ids.shape[1] :]
             logits = self.model(**inputs, past_key_values=cache).logits
         return [row[: len(tokens)] for row, tokens in zip(logits, read, strict=True)]
