@@ -17,6 +17,8 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+import hf_paged
+
 Rows = list[dict[str, Any]]
 
 
@@ -36,12 +38,15 @@ def alternate(rounds: int, *calls: Callable[[], Any]) -> list[float]:
 def machine_facts() -> dict[str, Any]:
     """What a reader needs to repeat a measurement."""
     return {
-        "command": "python " + " ".join(sys.argv),
+        "command": _command(),
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "hf_paged": hf_paged.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "seed": torch.initial_seed(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -52,12 +57,26 @@ def write_results(
     """Write `name`.json and .md to a folder and print the tables."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({"machine": facts, **results}, indent=1) + "\n")
-    known = "".join(f"- {key}: {value}\n" for key, value in facts.items())
-    text = "\n".join(_markdown(heading, rows) for heading, rows in results.items())
-    (folder / f"{name}.md").write_text(f"# {title}\n\n{known}\n{text}")
+    (folder / f"{name}.md").write_text(f"# {title}\n\n{markdown(facts, results)}")
     console = Console(width=140)
     for heading, rows in results.items():
         console.print(_table(heading, rows))
+
+
+def markdown(facts: dict[str, Any], results: dict[str, Rows], level: int = 2) -> str:
+    """Facts as a list, and each table under a heading of that level."""
+    known = "".join(f"- {key}: {value}\n" for key, value in facts.items())
+    tables = (_markdown("#" * level, heading, rows) for heading, rows in results.items())
+    return known + "\n" + "\n".join(tables)
+
+
+def _command() -> str:
+    """What repeats this run; where its results go is nobody else's business."""
+    script, *arguments = sys.argv
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        del arguments[at : at + 2]
+    return " ".join([f"python -m evals.{Path(script).stem}", *arguments])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -73,7 +92,7 @@ def _table(title: str, rows: Rows) -> Table:
     return table
 
 
-def _markdown(title: str, rows: Rows) -> str:
-    lines = [f"## {title}", "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+def _markdown(marks: str, title: str, rows: Rows) -> str:
+    lines = [f"{marks} {title}", "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     return "\n".join(lines) + "\n"

@@ -238,7 +238,7 @@ class PagedCache(DynamicCache):
             raise ValueError(
                 f"chunk_size must be a whole number of at least 1, not {chunk_size!r}."
             )
-        body = model.base_model
+        body = unwrapped(model).base_model
         if attention_mask is not None and "position_ids" in signature(body.forward).parameters:
             kwargs.setdefault("position_ids", (attention_mask.cumsum(-1) - 1).clamp(min=0))
         start, last = self.get_seq_length(), input_ids.shape[1] - 1
@@ -389,6 +389,11 @@ class PagedCache(DynamicCache):
     def _stateful_layers(self) -> list[Any]:
         """The layers that keep something outside of the blocks."""
         return [layer for layer in self.layers if type(layer) is not PagedLayer]
+
+
+def unwrapped(model: torch.nn.Module) -> Any:
+    """The model of transformers in which PEFT has put its layers, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _row_numbers(indices: torch.Tensor) -> np.ndarray:

@@ -306,6 +306,27 @@ def test_another_adapter_never_hits() -> None:
     assert known == [0, 0, 0, 19]
 
 
+def test_a_prompt_computed_under_an_adapter_counts_no_padding_as_positions() -> None:
+    config = LoraConfig(target_modules=["up_proj"], init_lora_weights=False)
+    model = get_peft_model(llama(), config)
+    inputs = ragged_ids([5, 12])
+    with torch.no_grad():
+        expected = model(**inputs, past_key_values=None, position_ids=positions(inputs)).logits
+        cache = PagedCache(config=model.config).prefill(model, **inputs)
+        assert cache.get_seq_length() == 11
+        found = model(
+            input_ids=inputs["input_ids"][:, -1:],
+            attention_mask=inputs["attention_mask"],
+            position_ids=positions(inputs)[:, -1:],
+            past_key_values=cache,
+        ).logits
+    torch.testing.assert_close(found[:, 0], expected[:, -1], atol=1e-4, rtol=1e-4)
+
+
+def positions(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+
+
 @pytest.mark.parametrize("how", ["one element", "inference", "scaling"])
 def test_a_change_that_is_easily_missed_never_hits(how: str) -> None:
     ids = prompt(20)

@@ -1,0 +1,1 @@
+"""Adapters to other libraries. Nothing else in hf_paged imports them."""

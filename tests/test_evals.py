@@ -1,0 +1,110 @@
+"""The evals of memory and the report, on small sizes: what they count, and what they collect."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from argparse import Namespace
+from typing import Any
+
+import pytest
+from conftest import tiny
+from transformers import PreTrainedModel
+
+from evals import memory, report
+from evals.common import machine_facts, write_results
+
+TOKEN = 2 * 4 * 2 * 16 * 4  # bytes of K and V in a tiny model
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """A tiny model with the vocabulary of the real one's tokenizer."""
+    model = tiny("llama", vocab_size=49152)
+    model.generation_config.eos_token_id = 2
+    return model
+
+
+def test_requests_that_end_one_after_the_other_hold_what_is_counted(model, real):
+    rows, steps = memory.three_requests(model, real[1], [(20, 6), (40, 3)], max_length=64)
+    reserved, _, padded, blocks = steps.values()
+    live = [20 + made + (40 + made) * (made < 3) for made in range(6)]
+    assert [held.slots for held in reserved] == [2 * 64] * 6
+    assert [held.slots for held in padded] == [2 * (40 + made) for made in range(6)]
+    for contiguous in (reserved, padded):
+        assert [held.tokens for held in contiguous] == live
+    assert [held.bytes // TOKEN for held in padded] == [held.slots for held in padded]
+    assert [held.tokens for held in blocks] == live
+    # 20 to 25 tokens are in 2 blocks, 40 to 42 in 3.
+    assert [held.slots for held in blocks] == [16 * (2 + 3 * (made < 3)) for made in range(6)]
+    assert [held.bytes // TOKEN for held in blocks] == [held.slots for held in blocks]
+    assert rows[-1]["waste, mean"] == pytest.approx(
+        1 - sum(t / h.slots for t, h in zip(live, blocks, strict=True)) / 6
+    )
+
+
+def test_each_cache_is_watched_and_one_without_its_backend_is_named(model, real, monkeypatch):
+    def without_backend(config: Any, longest: int) -> dict[str, Any]:
+        def fail() -> None:
+            raise ImportError("no such backend")
+
+        ways = found(config, longest)
+        del ways["QuantizedCache, 4 bits (quanto)"]  # compiles for minutes where it is installed
+        return {**ways, "QuantizedCache of tomorrow": fail}
+
+    found = memory.caches
+    monkeypatch.setattr(memory, "caches", without_backend)
+    case = memory.Case("two", [20, 9], 3, kwargs={"do_sample": False})
+    rows, steps = memory.compared(model, real[1], case)
+    assert rows[-1]["case"] == "QuantizedCache of tomorrow: not installed"
+    assert [len(held) for held in steps.values()] == [3] * (len(rows) - 1)
+    dynamic, static, in_8_bits = (
+        steps[name] for name in ("DynamicCache", "StaticCache", "QuantizedCache, 8 bits (fp8)")
+    )
+    assert [held.bytes // TOKEN for held in dynamic] == [40, 42, 44]
+    assert [held.tokens for held in dynamic] == [29, 31, 33]
+    assert [held.slots for held in static] == [2 * 23] * 3
+    assert in_8_bits[-1].bytes == pytest.approx(dynamic[-1].bytes / 4, rel=0.01)
+    assert [held.slots for held in steps["PagedCache"]] == [16 * 3] * 3
+
+
+def test_random_batches_waste_what_their_lengths_say():
+    row = memory.ragged_batches(16, batches=1, rows=3, new=2)
+    numbers = random.Random(memory.SEED)
+    lengths = [int(256 * 8 ** numbers.random()) for _ in range(3)]
+    shares = []
+    for step in range(2):
+        slots = [(length + step + 15) // 16 * 16 for length in lengths]
+        shares.append(1 - (sum(lengths) + 3 * step) / sum(slots))
+    assert row["waste, mean"] == pytest.approx(sum(shares) / 2)
+    assert row["waste, worst batch"] == pytest.approx(max(shares))
+
+
+def test_waste_above_the_goal_is_said():
+    good, bad = ({"case": "PagedCache", "waste, most": waste} for waste in (0.03, 0.05))
+    assert list(memory.missed({"prompts of 256 tokens": [good]})) == []
+    [sentence] = memory.missed({"prompts of 256 tokens": [good, bad]})
+    assert "5.0%" in sentence
+
+
+def test_the_report_collects_new_results_and_old_ones(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/a/folder/evals/some.py", "--out", "/a/folder", "--quick"])
+    rows = [{"case": "a", "x": 1.25}]
+    write_results(tmp_path, "some", "Some", machine_facts(), {"How fast": rows})
+    (tmp_path / "some.png").touch()
+    old = {"machine": {"command": "python evals/older.py"}, "What was": [{"case": "b", "x": 3}]}
+    (tmp_path / "older_one.json").write_text(json.dumps(old))
+    assert report.main(Namespace(out=tmp_path)) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "| [Some](#some) | `python -m evals.some --quick` |" in text
+    assert "| [Older one](#older-one) | `python evals/older.py` |" in text
+    assert "### How fast\n\n| case | x |\n|---|---|\n| a | 1.25 |" in text
+    assert "### What was" in text
+    assert text.count("![") == 1
+    assert "![Some](some.png)" in text
+    assert "/a/folder" not in text
+
+    (tmp_path / "other.json").write_text("[1]")
+    assert report.main(Namespace(out=tmp_path)) == 1
+    assert "other.json holds no results of an eval" in capsys.readouterr().out
