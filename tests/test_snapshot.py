@@ -65,6 +65,22 @@ def test_a_cache_moves_out_and_in(architecture: str) -> None:
     assert torch.equal(continued(model, cache, out), expected)
 
 
+def test_a_cache_of_nothing_but_padding_is_saved_and_read(tmp_path: Path) -> None:
+    """Loaded into a pool that has no block yet."""
+    model = model_of("gemma3_text")
+    cache, _ = filled(model, BlockPool(model, block_size=4))
+    cache.free_rows(torch.tensor([0, 1]))
+    cache.save(tmp_path / "cache")
+    loaded = PagedCache.load(tmp_path / "cache", model)
+    assert (loaded.get_seq_length(), loaded.row_lengths, loaded.pool.num_blocks) == (25, [0, 0], 0)
+    for layer, shown in zip(loaded.layers, (7, 25, 7, 25), strict=True):
+        assert torch.equal(layer.keys, torch.zeros(2, 2, shown, 16))
+        assert torch.equal(layer.values, torch.zeros(2, 2, shown, 16))
+    with torch.no_grad():
+        model(torch.ones(2, 1, dtype=torch.long), past_key_values=loaded)
+    assert loaded.row_lengths == [1, 1]
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_saved_cache_goes_on(architecture: str, tmp_path: Path) -> None:
     model = model_of(architecture)
