@@ -234,7 +234,7 @@ def _check(snapshot: Snapshot, pool: BlockPool) -> None:
     for layer, (keys, values) in snapshot.states.items():
         if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
             raise _Wrong(f"K and V of layer {layer} do not fit each other")
-    known = {layer for group in pool.groups for layer in group.storage}
+    known = {layer for group in pool.groups for layer in group.storage if len(lengths)}
     if not known <= set(snapshot.states) <= set(pool.group_of_layer):
         raise _Wrong(f"it has layers {sorted(snapshot.states)}, which are not the model's")
     for index, (group, table) in enumerate(zip(pool.groups, snapshot.tables, strict=True)):

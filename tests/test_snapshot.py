@@ -200,6 +200,17 @@ def test_an_empty_index_is_saved_and_loaded(tmp_path: Path) -> None:
     assert pool.load_prefixes(tmp_path / "prefixes") == 0
 
 
+def test_an_index_that_was_empty_is_loaded_into_a_pool_in_use(tmp_path: Path) -> None:
+    """Its file has no layers, as no K/V had been seen when it was written."""
+    model = model_of("llama")
+    BlockPool(model).save_prefixes(tmp_path / "prefixes")
+    pool = BlockPool(model)
+    cache, out = filled(model, pool)
+    pool.insert_prefix(cache, out)
+    assert pool.load_prefixes(tmp_path / "prefixes") == 0
+    assert pool.match_prefix(**INPUTS).get_seq_length() == 19
+
+
 # Files that must not be taken
 
 
