@@ -182,22 +182,22 @@ class Batch:
         storage = group.storage[layer]
         return gather(storage.keys, slots), gather(storage.values, slots)
 
-    def known_tables(self) -> tuple[BlockTables, int]:
-        """The tables, and how many columns of each row have the tokens that its caller thinks."""
+    def known_tables(self) -> tuple[BlockTables, int | None]:
+        """The tables, and how many columns of each row have the tokens that its caller thinks; None
+        for all, in the rows that its caller thinks."""
         self._settle()
         self._end_step()
-        columns = self.columns
-        return self.tables, columns if self._known is None else min(self._known, columns)
+        return self.tables, self._known
 
     def adopt(self, tables: BlockTables, known: int | None) -> None:
         """Begin with the rows of `tables`, whose first `known` columns are (None: all) known."""
-        self.tables = tables
-        self._known = known if known is not None and known < self.columns else None
+        self.tables, self._known = tables, known
 
     def note_move(self) -> None:
         """From here on rows may no longer be the sequences that a caller takes them for."""
-        if self.columns:
-            self._known = self.known_tables()[1]
+        self._settle()
+        if self._known is None and self.columns:
+            self._known = self.columns
 
     def select(self, rows: np.ndarray) -> None:
         """Make the rows `rows` of the present ones; an index may repeat or be left out."""

@@ -90,11 +90,11 @@ class PagedCache(DynamicCache):
         cache._batch.adopt(tables, known)
         return cache
 
-    def known_tables(self) -> tuple[BlockTables, int]:
+    def known_tables(self) -> tuple[BlockTables, int | None]:
         """The block tables, and the columns whose K/V are those of the caller's sequences.
 
         After `reorder_cache`, which beam search calls, and after a mask that is more than causal,
-        those are the columns in front of it.
+        those are the columns in front of it; else None, for all.
         """
         return self._batch.known_tables()
 
@@ -297,9 +297,11 @@ class PagedCache(DynamicCache):
             ValueError: the file is damaged, or of another model.
         """
         snapshot, pool = Snapshot.load(path, "cache", partial(BlockPool, config))
-        columns, known = snapshot.facts.get("columns", -1), snapshot.facts.get("known")
+        columns, known = (snapshot.facts.get(name, -1) for name in ("columns", "known"))
         tokens = Tokens(columns, snapshot.lengths, snapshot.arrays.get("is_token"))
-        if not tokens.is_sound() or not isinstance(known, int):
+        if not tokens.is_sound() or not (
+            known is None or (isinstance(known, int) and 0 <= known <= columns)
+        ):
             raise ValueError(f"{path} cannot be loaded: its rows are not those of a cache.")
         tables = snapshot.place(pool, tokens)
         if tables.missing():

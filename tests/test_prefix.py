@@ -171,6 +171,16 @@ def test_beam_search_indexes_its_prompts_only(model: Any) -> None:
     pool.check()
 
 
+def test_beam_search_for_one_token_indexes_its_prompts(model: Any) -> None:
+    """Then the rows have moved, and still hold nothing but the prompts."""
+    pool, inputs = BlockPool(model, block_size=4), padded([prompt(12), prompt(9, seed=1)])
+    with pool.match_prefix(**inputs) as cache:
+        found = model.generate(**inputs, past_key_values=cache, max_new_tokens=1, num_beams=3)
+        assert (len(found), cache.batch_size) == (2, 6)
+        assert pool.insert_prefix(cache, found) == 12 + 9
+    pool.check()
+
+
 def test_indexing_moved_rows_leaves_them_as_they_are() -> None:
     model, ids = llama(), prompt(9)
     pool = BlockPool(model, block_size=4)

@@ -338,6 +338,7 @@ BAD_IN_ONE = [
     ("cache", lambda tensors, facts: facts.update(columns=3)),
     ("cache", lambda tensors, facts: facts.update(columns="20")),
     ("cache", lambda tensors, facts: facts.pop("known")),
+    ("cache", lambda tensors, facts: facts.update(known=99)),
     ("prefixes", _set("tokens", lambda t: t[1:].clone())),
     ("prefixes", _set("tokens", lambda t: t.float())),
     ("prefixes", lambda tensors, facts: tensors.pop("tokens")),
