@@ -212,7 +212,7 @@ class Batch:
         self._settle()
         batch = Batch(self.pool, self.backend, self.share_prompts)
         batch.tables = self.tables.select(rows)
-        batch._freed_rows = None if self._freed_rows is None else self._freed_rows[rows]
+        batch._freed_rows = self._freed_among(rows)
         batch.record_past, batch._known = self.record_past, self._known
         batch.may_hold_padding = self.may_hold_padding
         batch._idle, batch._has_completed = set(self._idle), self._has_completed
@@ -417,8 +417,12 @@ class Batch:
     def _replace_tables(self, rows: np.ndarray) -> None:
         old, self.tables = self.tables, self.tables.select(rows)
         old.release()
-        if self._freed_rows is not None:
-            self._freed_rows = self._freed_rows[rows]
+        self._freed_rows = self._freed_among(rows)
+
+    def _freed_among(self, rows: np.ndarray) -> np.ndarray | None:
+        """bool [rows], which of `rows` were freed, if any were."""
+        freed = None if self._freed_rows is None else self._freed_rows[rows]
+        return None if freed is None or not freed.any() else freed
 
     def _new_tokens(self, rows: int, columns: int) -> np.ndarray | None:
         mask = self._mask() if self._mask is not None else None
