@@ -210,6 +210,11 @@ class Batch:
         dims = keys.shape[3], values.shape[3]
         return dims if isinstance(backend, str) else backend.stored_dims(keys.dtype, *dims)
 
+    def can_read(self, layer: int) -> bool:
+        """Whether there is a column, and the shape of the layer's K/V is known."""
+        group = self.pool.groups[self.pool.group_of_layer[layer]]
+        return self.columns > 0 and layer in group.storage
+
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's K and V that the next query can see, [rows, kv_heads, columns, head_dim]."""
         index, tokens = self.pool.group_of_layer[layer], self.tokens
@@ -220,23 +225,23 @@ class Batch:
         return gather(storage.keys, slots), gather(storage.values, slots)
 
     @_exclusive
-    def known_tables(self) -> tuple[BlockTables, int]:
-        """The tables, and how many columns of each row have the tokens that its caller thinks."""
+    def known_tables(self) -> tuple[BlockTables, int | None]:
+        """The tables, and how many columns of each row have the tokens that its caller thinks; None
+        for all, in the rows that its caller thinks."""
         self._settle()
         self._end_step()
-        columns = self.columns
-        return self.tables, columns if self._known is None else min(self._known, columns)
+        return self.tables, self._known
 
     def adopt(self, tables: BlockTables, identity: str, known: int | None) -> None:
         """Begin with the rows of `tables`, whose first `known` columns are (None: all) known."""
-        self.tables, self.identity = tables, identity
-        self._known = known if known is not None and known < self.columns else None
+        self.tables, self.identity, self._known = tables, identity, known
 
     @_exclusive
     def note_move(self) -> None:
         """From here on rows may no longer be the sequences that a caller takes them for."""
-        if self.columns:
-            self._known = self.known_tables()[1]
+        self._settle()
+        if self._known is None and self.columns:
+            self._known = self.columns
 
     @_exclusive
     def select(self, rows: np.ndarray) -> None:
@@ -253,7 +258,7 @@ class Batch:
         self._settle()
         batch = Batch(self.pool, self.backend, self.share_prompts)
         batch.tables = self.tables.select(rows)
-        batch._freed_rows = None if self._freed_rows is None else self._freed_rows[rows]
+        batch._freed_rows = self._freed_among(rows)
         batch.record_past, batch._known = self.record_past, self._known
         batch.may_hold_padding, batch.identity = self.may_hold_padding, self.identity
         batch._idle, batch._has_completed = set(self._idle), self._has_completed
@@ -473,9 +478,14 @@ class Batch:
 
     def _replace_tables(self, rows: np.ndarray) -> None:
         old, tables = self.tables, self.tables.select(rows)
-        freed = None if self._freed_rows is None else self._freed_rows[rows]
+        freed = self._freed_among(rows)
         self.tables, self._freed_rows = tables, freed
         old.release()
+
+    def _freed_among(self, rows: np.ndarray) -> np.ndarray | None:
+        """bool [rows], which of `rows` were freed, if any were."""
+        freed = None if self._freed_rows is None else self._freed_rows[rows]
+        return None if freed is None or not freed.any() else freed
 
     def _new_tokens(self, rows: int, columns: int) -> np.ndarray | None:
         reference = self._masks.pop(threading.get_ident(), None)

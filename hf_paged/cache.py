@@ -97,11 +97,11 @@ class PagedCache(DynamicCache):
         """`BlockPool.identity` when the first token was stored; None if there was none yet."""
         return self._batch.identity
 
-    def known_tables(self) -> tuple[BlockTables, int]:
+    def known_tables(self) -> tuple[BlockTables, int | None]:
         """The block tables, and the columns whose K/V are those of the caller's sequences.
 
         After `reorder_cache`, which beam search calls, and after a mask that is more than causal,
-        those are the columns in front of it.
+        those are the columns in front of it; else None, for all.
         """
         return self._batch.known_tables()
 
@@ -304,15 +304,14 @@ class PagedCache(DynamicCache):
             ValueError: the file is damaged, or of another model.
         """
         snapshot, pool = Snapshot.load(path, "cache", partial(BlockPool, config))
-        mask, known = snapshot.arrays.get("is_token"), snapshot.facts.get("known")
+        mask, known = snapshot.arrays.get("is_token"), snapshot.facts.get("known", -1)
         lengths = snapshot.lengths
         if (
             mask is None
             or (mask.dtype, mask.ndim, len(mask)) != (bool, 2, len(lengths))
             or (mask.sum(1) != lengths).any()
             or (mask.shape[1] and not len(mask))
-            or not isinstance(known, int)
-            or not 0 <= known <= mask.shape[1]
+            or not (known is None or (isinstance(known, int) and 0 <= known <= mask.shape[1]))
         ):
             raise ValueError(f"{path} cannot be loaded: its rows are not those of a cache.")
         tokens = Tokens.of(mask)
@@ -393,7 +392,8 @@ class PagedCache(DynamicCache):
 
 def unwrapped(model: torch.nn.Module) -> Any:
     """The model of transformers in which PEFT has put its layers, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    return model if get_base_model is None else get_base_model()
 
 
 def _row_numbers(indices: torch.Tensor) -> np.ndarray:

@@ -38,7 +38,7 @@ class PagedLayer(DynamicLayer):
 
     @property
     def is_initialized(self) -> bool:
-        return self._batch.columns > 0
+        return self._batch.can_read(self._index)
 
     @property
     def batch_size(self) -> int:

@@ -66,9 +66,10 @@ def insert_prefix(
             "so its K/V are not what this model would compute; make a new cache."
         )
     ids = _ids(sequences)
-    tables, columns = cache.known_tables()
+    tables, known_columns = cache.known_tables()
     tokens = tables.tokens
-    rows = _rows_of_sequences(len(tokens), ids, columns, tokens.columns)
+    columns = tokens.columns if known_columns is None else known_columns
+    rows = _rows_of_sequences(len(tokens), ids, columns, known_columns is not None)
     if tokens.is_token is not None:
         raise ValueError(
             "The cache has padding behind a token, so its positions are not those of the tokens "
@@ -109,7 +110,7 @@ def save_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> None:
         identity = pool.identity()
         paths = [(key[1], nodes) for key, nodes in pool.index.paths() if key[0] == identity]
         lengths = [sum(len(node.label) for node in nodes) for _, nodes in paths]
-        width = max((len(nodes) for _, nodes in paths), default=0)
+        width = max((len(nodes) for _, nodes in paths), default=1)
         tables = [np.full((len(paths), width), -1, np.int64) for _ in pool.groups]
         for row, (_, nodes) in enumerate(paths):
             for group, table in enumerate(tables):
@@ -193,8 +194,16 @@ def _ids(input_ids: torch.Tensor) -> np.ndarray:
     return input_ids.cpu().numpy()
 
 
-def _rows_of_sequences(rows: int, sequences: np.ndarray, known: int, columns: int) -> np.ndarray:
-    """The row of the cache for each of the sequences."""
+def _rows_of_sequences(
+    rows: int, sequences: np.ndarray, known: int, have_moved: bool
+) -> np.ndarray:
+    """The row of the cache for each of the sequences.
+
+    Args:
+        rows: of the cache.
+        known: columns of them that are the sequences'.
+        have_moved: whether the rows are beams.
+    """
     count = len(sequences)
     if sequences.shape[1] < known:
         raise ValueError(
@@ -203,7 +212,7 @@ def _rows_of_sequences(rows: int, sequences: np.ndarray, known: int, columns: in
         )
     if count == rows:
         return np.arange(rows)
-    if known == columns or not 0 < count < rows:
+    if not have_moved or not 0 < count < rows:
         raise ValueError(
             f"There are {count} sequences for a cache of {rows} rows; pass one for each row."
         )

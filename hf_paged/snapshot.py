@@ -62,7 +62,7 @@ class Snapshot:
     ) -> Snapshot:
         """Copy what `tables` (physical blocks, [rows, width] for each group) hold to `device`."""
         numbers, states, given = [], {}, {}
-        width = _blocks(lengths, pool.block_size).max(initial=0)
+        width = _width(_blocks(lengths, pool.block_size))
         with pool.lock:
             for group, whole in zip(pool.groups, tables, strict=True):
                 table = whole[:, :width]
@@ -217,6 +217,11 @@ def _blocks(lengths: np.ndarray, block_size: int) -> np.ndarray:
     return -(-lengths // block_size)
 
 
+def _width(blocks: np.ndarray) -> int:
+    """Of the table of rows of so many blocks; never 0, for padding is looked up too."""
+    return int(blocks.max(initial=1))
+
+
 class _Wrong(Exception):
     """What is wrong with a file."""
 
@@ -270,7 +275,7 @@ def _check(snapshot: Snapshot, pool: BlockPool) -> None:
     for layer, (keys, values) in snapshot.states.items():
         if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
             raise _Wrong(f"K and V of layer {layer} do not fit each other")
-    known = {layer for group in pool.groups for layer in group.storage}
+    known = {layer for group in pool.groups for layer in group.storage if len(lengths)}
     if not known <= set(snapshot.states) <= set(pool.group_of_layer):
         raise _Wrong(f"it has layers {sorted(snapshot.states)}, which are not the model's")
     for index, (group, table) in enumerate(zip(pool.groups, snapshot.tables, strict=True)):
@@ -283,7 +288,7 @@ def _check(snapshot: Snapshot, pool: BlockPool) -> None:
         if any(len(shape) != 4 or shape[1] != size for shape in shapes):
             raise _Wrong(f"K/V of the {group} are not [blocks, block_size, kv_heads, head_dim]")
         stops = _blocks(lengths, size)
-        if table.dtype != np.int64 or table.shape != (len(lengths), stops.max(initial=0)):
+        if table.dtype != np.int64 or table.shape != (len(lengths), _width(stops)):
             raise _Wrong(f"the block table of the {group} does not fit its rows")
         blocks = int(table.max(initial=-1)) + 1
         if any(shape[0] != blocks for shape in shapes) or (table < -1).any():

@@ -80,8 +80,9 @@ def gather(blocks: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         blocks: [num_blocks, block_size, kv_heads, head_dim].
         slots: int64 [rows, columns].
     """
-    if not len(blocks):  # so far there was nothing but padding
-        return blocks.new_zeros((*slots.shape, *blocks.shape[2:])).transpose(1, 2)
+    if slots.max(initial=-1) < 0:  # there may be no block at all
+        (rows, columns), (_, _, heads, dim) = slots.shape, blocks.shape
+        return blocks.new_zeros((rows, heads, columns, dim))
     index = torch.from_numpy(np.maximum(slots, 0)).to(blocks.device)
     states = blocks.view(-1, *blocks.shape[2:])[index]
     if slots.min(initial=0) < 0:

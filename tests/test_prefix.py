@@ -171,6 +171,16 @@ def test_beam_search_indexes_its_prompts_only(model: Any) -> None:
     pool.check()
 
 
+def test_beam_search_for_one_token_indexes_its_prompts(model: Any) -> None:
+    """Then the rows have moved, and still hold nothing but the prompts."""
+    pool, inputs = BlockPool(model, block_size=4), padded([prompt(12), prompt(9, seed=1)])
+    with pool.match_prefix(**inputs) as cache:
+        found = model.generate(**inputs, past_key_values=cache, max_new_tokens=1, num_beams=3)
+        assert (len(found), cache.batch_size) == (2, 6)
+        assert pool.insert_prefix(cache, found) == 12 + 9
+    pool.check()
+
+
 def test_indexing_moved_rows_leaves_them_as_they_are() -> None:
     model, ids = llama(), prompt(9)
     pool = BlockPool(model, block_size=4)
@@ -752,6 +762,9 @@ def test_freed_rows_are_refused_a_second_turn() -> None:
     with pytest.raises(RuntimeError, match="Rows of this cache have been freed"), torch.no_grad():
         model(prompt(2).repeat(3, 1), past_key_values=cache)
     cache.batch_select_indices(torch.tensor([0, 2]))
+    with torch.no_grad():  # what the error says helps
+        model(prompt(2).repeat(2, 1), past_key_values=cache)
+    assert cache.row_lengths == [9 + 2 + 2, 7 + 2 + 2]
     cache.crop(-cache.get_seq_length())
     assert torch.equal(model.generate(**inputs, past_key_values=cache, max_new_tokens=3), found)
 

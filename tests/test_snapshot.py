@@ -64,6 +64,23 @@ def test_a_cache_moves_out_and_in(architecture: str) -> None:
     assert torch.equal(continued(model, cache, out), expected)
 
 
+def test_a_cache_of_nothing_but_padding_is_saved_and_read(tmp_path: Path) -> None:
+    """Loaded into a pool that has no block yet."""
+    model = model_of("gemma3_text")
+    cache, _ = filled(model, BlockPool(model, block_size=4))
+    cache.free_rows(torch.tensor([0, 1]))
+    cache.save(tmp_path / "cache")
+    loaded = PagedCache.load(tmp_path / "cache", model)
+    assert (loaded.get_seq_length(), loaded.row_lengths, loaded.pool.num_blocks) == (25, [0, 0], 0)
+    assert [layer.keys for layer in loaded.layers] == [None] * 4  # of no block, so of no shape
+    with torch.no_grad():
+        model(torch.ones(2, 1, dtype=torch.long), past_key_values=loaded)
+    assert loaded.row_lengths == [1, 1]
+    for layer, shown in zip(loaded.layers, (7, 26, 7, 26), strict=True):
+        assert torch.equal(layer.keys[:, :, :-1], torch.zeros(2, 2, shown - 1, 16))
+        assert layer.keys[:, :, -1].any()
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_saved_cache_goes_on(architecture: str, tmp_path: Path) -> None:
     model = model_of(architecture)
@@ -201,6 +218,17 @@ def test_an_empty_index_is_saved_and_loaded(tmp_path: Path) -> None:
     pool = BlockPool(model_of("llama"))
     pool.save_prefixes(tmp_path / "prefixes")
     assert pool.load_prefixes(tmp_path / "prefixes") == 0
+
+
+def test_an_index_that_was_empty_is_loaded_into_a_pool_in_use(tmp_path: Path) -> None:
+    """Its file has no layers, as no K/V had been seen when it was written."""
+    model = model_of("llama")
+    BlockPool(model).save_prefixes(tmp_path / "prefixes")
+    pool = BlockPool(model)
+    cache, out = filled(model, pool)
+    pool.insert_prefix(cache, out)
+    assert pool.load_prefixes(tmp_path / "prefixes") == 0
+    assert pool.match_prefix(**INPUTS).get_seq_length() == 19
 
 
 # Files that must not be taken
