@@ -1,7 +1,7 @@
 """Is anything lost? PagedCache against DynamicCache, token by token, on real text.
 
-    python -m evals.parity                       # Python's own help, SmolLM2; about 25 minutes
-    python -m evals.parity --quick               # a small text, one backend; under 3 minutes
+    python -m evals.parity                       # Python's own help, SmolLM2
+    python -m evals.parity --quick               # a small text, one backend
     python -m evals.parity --file book.txt --model NAME
     python -m evals.parity --dataset Salesforce/wikitext --config wikitext-2-raw-v1
 
@@ -14,9 +14,9 @@ evals/results/ (or --out).
 The reference is DynamicCache with sdpa. In float32 the gates are a largest difference of two logits
 of 1e-4, the same likeliest token everywhere, and the same tokens when both go on greedily. 1e-4 is
 tight: SmolLM2's logits reach 40, and DynamicCache in float32 is as far from the same model in
-float64 (9.95e-5 at most over 2,040 tokens in chunks). The row of eager attention shows how far
-another order of summation goes, and "max log-prob" what is left without what is added to all logits
-of a token alike, which no prediction depends on.
+float64, norms and rotary angles apart (9.95e-5 at most over 2,040 tokens in chunks). The row of
+eager attention shows how far another order of summation goes, and "max log-prob" what is left
+without what is added to all logits of a token alike, which no prediction depends on.
 
 In bfloat16 rounding decides what the logits are, and no two ways to compute attention agree. What
 may differ is measured in the same run on the same tokens: the KL divergence of DynamicCache with
