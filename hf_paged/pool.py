@@ -133,11 +133,11 @@ class LayerStorage:
         for stored in (self.keys, self.values):
             nan = torch.full((), torch.nan, device=stored.device).to(stored.dtype)
             index = torch.from_numpy(blocks.copy()).to(stored.device)
-            _bits(stored)[index] = _bits(nan)
+            bits(stored)[index] = bits(nan)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy blocks `source` to `target` (int64 [blocks], on the storage's device)."""
-        for memory in (_bits(self.padded_keys), _bits(self.padded_values)):
+        for memory in (bits(self.padded_keys), bits(self.padded_values)):
             memory[target] = memory[source]
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -145,7 +145,7 @@ class LayerStorage:
         for stored, new in ((self.key_slots, keys), (self.value_slots, values)):
             if new.dtype != stored.dtype:
                 new = _converted(new, stored.dtype)
-            _bits(stored).index_copy_(0, slots, _bits(new))
+            bits(stored).index_copy_(0, slots, bits(new))
 
 
 class BlockGroup:
@@ -776,11 +776,11 @@ def is_debugging() -> bool:
 
 def _grown(memory: torch.Tensor, num_blocks: int) -> torch.Tensor:
     grown = memory.new_zeros((num_blocks, *memory.shape[1:]))
-    _bits(grown)[: memory.shape[0]] = _bits(memory)
+    bits(grown)[: memory.shape[0]] = bits(memory)
     return grown
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory; 8-bit floats as integers, as few operations know them."""
     return tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor
 

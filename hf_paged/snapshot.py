@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .geometry import dtype_name
+from .pool import BlockPool, bits
 from .table import BlockTables, Tokens, tokens_in_blocks
-
-if TYPE_CHECKING:
-    from .pool import BlockPool
 
 FORMAT = "hf_paged/1"
 
@@ -79,7 +77,7 @@ class Snapshot:
                         for stored in (storage.keys, storage.values)
                     ]
                     for copy in copies:
-                        copy[empty.to(copy.device)] = 0
+                        bits(copy)[empty.to(copy.device)] = 0
                     states[layer] = (copies[0], copies[1])
                     given[layer] = storage.given_dtype
         return cls(lengths, numbers, states, given)

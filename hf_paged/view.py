@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from .pool import LayerStorage
+from .pool import LayerStorage, bits
 from .step import GroupStep, Pattern
 
 
@@ -86,7 +86,7 @@ def gather(blocks: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
     index = torch.from_numpy(np.maximum(slots, 0)).to(blocks.device)
     states = blocks.view(-1, *blocks.shape[2:])[index]
     if slots.min(initial=0) < 0:
-        states[torch.from_numpy(slots < 0).to(blocks.device)] = 0
+        bits(states)[torch.from_numpy(slots < 0).to(blocks.device)] = 0
     return states.transpose(1, 2)
 
 

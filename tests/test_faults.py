@@ -351,6 +351,25 @@ def test_a_pool_can_store_in_another_dtype(model: PreTrainedModel) -> None:
     torch.testing.assert_close(*outs, atol=0.5, rtol=0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_k_v_in_8_bits_are_gathered_and_moved_out_with_padding(
+    model: PreTrainedModel, dtype: torch.dtype
+) -> None:
+    inputs = ragged_ids([9, 5])
+    cache = PagedCache(pool=BlockPool(model.config, kv_dtype=dtype), backend="dense")
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        cache.offload()
+        cache.restore()
+        step = {"input_ids": inputs["input_ids"][:, :1], "past_key_values": cache}
+        logits = model(**step).logits
+        assert logits.isfinite().all()
+        cache.crop(-1)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+        assert torch.equal(model(**step, attention_mask=mask).logits, logits)
+    assert cache.layers[0].keys.dtype == dtype
+
+
 def test_a_pool_made_for_another_dtype_or_device(model: PreTrainedModel) -> None:
     for kwargs, words in (({"dtype": torch.bfloat16}, "bfloat16"), ({"device": "meta"}, "meta")):
         pool = BlockPool(model.config, **kwargs)
