@@ -191,8 +191,8 @@ LEFT_OUT = {
 SAMPLE = (
     "llama", "gpt2", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_moe",
     "bloom", "falcon", "mpt", "gpt_bigcode", "opt", "bert", "deepseek_v3", "deepseek_v32",
-    "inkling2_text", "gemma3n_text", "dory", "jamba", "zamba", "qwen3_next", "lfm2", "xlnet",
-    "mamba", "deepseek_v4",
+    "inkling2_text", "gemma3n_text", "moshi", "dory", "jamba", "zamba", "qwen3_next", "lfm2",
+    "xlnet", "mamba", "deepseek_v4",
 )  # fmt: skip
 
 

@@ -99,6 +99,25 @@ def test_queries_stay_causal_where_some_are_dropped(name: str, cache: Callable[.
     torch.testing.assert_close(found.logits, expected, atol=TOLERANCE, rtol=0)
 
 
+def test_a_mask_may_show_more_than_a_window() -> None:
+    """Moshi's config has a window, by which a cache drops tokens, but its masks are causal.
+
+    So it sees its prompt whole, and in what follows all that is kept. Were the window of a layer
+    taken for that of its mask, this model would be wrong, alone of all that have windows.
+    """
+    model, (ids,) = tiny("moshi", "hf_paged"), text_inputs(rows=1, padding=0)["input_ids"]
+    reach = model.config.num_hidden_layers * (model.config.sliding_window - 1)
+    assert reach < len(ids) - 1  # windows would not let the last token know of the first
+    logits = []
+    for first in (3, 4):
+        cache = PagedCache(config=model.config, block_size=4)
+        with torch.no_grad():
+            ids[0] = first
+            logits.append(model(ids[None], past_key_values=cache).logits[0, -1])
+        assert cache.report().dense_calls == {}
+    assert (logits[0] - logits[1]).abs().max() > 1e-2
+
+
 def test_every_name_is_accounted_for() -> None:
     """Nothing is left out silently, and enough is tested."""
     names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
