@@ -155,7 +155,9 @@ def paged_mask(
         )
 
     if not isinstance(kv_length, KVLength):
-        return build(kv_length, allow_is_causal_skip)
+        # Where layers share K/V, a model may cut queries (Gemma 4): no mask cannot say which.
+        shares = getattr(config, "num_kv_shared_layers", None)
+        return build(kv_length, allow_is_causal_skip and not shares)
     batch, kv_length = kv_length.batch, int(kv_length)
     if attention_mask is None and not batch.tokens.is_unpadded:
         # What was padding stays padding: it is not stored.

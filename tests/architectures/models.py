@@ -14,6 +14,7 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2}
 HYBRID = {"num_hidden_layers": 4, "layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid"]}
+SHARED = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2}
 LLAMA_4 = {
     "num_hidden_layers": 4,
     "layer_types": ["chunked_attention", FULL, "chunked_attention", FULL],
@@ -61,12 +62,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**MAMBA_2, "mamba_d_ssm": 128},
     "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": [SLIDING, FULL, SLIDING, FULL],
-        "num_kv_shared_layers": 2,
+        **SHARED,
         "intermediate_size": [96] * 4,
         "activation_sparsity_pattern": [0.0] * 4,
     },
+    "gemma4_text": SHARED,
+    "gemma4_unified_text": SHARED,
     "granitemoehybrid": {**MAMBA_2, "layer_types": [LINEAR, FULL, LINEAR], "num_hidden_layers": 3},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
@@ -190,8 +191,8 @@ LEFT_OUT = {
 SAMPLE = (
     "llama", "gpt2", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_moe",
     "bloom", "falcon", "mpt", "gpt_bigcode", "opt", "bert", "deepseek_v3", "deepseek_v32",
-    "inkling2_text", "gemma3n_text", "dory", "jamba", "zamba", "qwen3_next", "lfm2", "xlnet",
-    "mamba", "deepseek_v4",
+    "inkling2_text", "gemma3n_text", "moshi", "dory", "jamba", "zamba", "qwen3_next", "lfm2",
+    "xlnet", "mamba", "deepseek_v4",
 )  # fmt: skip
 
 

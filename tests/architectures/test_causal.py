@@ -8,12 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+    StaticCache,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_paged import PagedCache
 
-from .compare import RUNS, Result, compare, decode_path, groups, text_inputs
+from .compare import RUNS, TOLERANCE, Result, compare, decode_path, groups, text_inputs
 from .models import (
     BASELINE,
     IS_NEWEST,
@@ -78,6 +84,38 @@ def test_equals_dynamic_cache(name: str, note: Callable[[Result], None]) -> None
     result.path = decode_path(models[1], cache, cache, text_inputs())
     result.groups = groups(cache)
     return note(result)
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma4_unified_text"])
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache, PagedCache])
+def test_queries_stay_causal_where_some_are_dropped(name: str, cache: Callable[..., Cache]) -> None:
+    """From the layers that share K/V on, Gemma 4 drops the tokens whose logits nobody asks for."""
+    ids, model = text_inputs(rows=1, padding=0)["input_ids"], tiny(name, "hf_paged")
+    assert model.config.num_kv_shared_layers > 0
+    sizes = {"max_cache_len": 32} if cache is StaticCache else {}
+    with torch.no_grad():
+        expected = tiny(name, "eager")(ids, use_cache=False).logits[:, -3:]
+        found = model(ids, past_key_values=cache(config=model.config, **sizes), logits_to_keep=3)
+    torch.testing.assert_close(found.logits, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_mask_may_show_more_than_a_window() -> None:
+    """Moshi's config has a window, by which a cache drops tokens, but its masks are causal.
+
+    So it sees its prompt whole, and in what follows all that is kept. Were the window of a layer
+    taken for that of its mask, this model would be wrong, alone of all that have windows.
+    """
+    model, (ids,) = tiny("moshi", "hf_paged"), text_inputs(rows=1, padding=0)["input_ids"]
+    reach = model.config.num_hidden_layers * (model.config.sliding_window - 1)
+    assert reach < len(ids) - 1  # windows would not let the last token know of the first
+    logits = []
+    for first in (3, 4):
+        cache = PagedCache(config=model.config, block_size=4)
+        with torch.no_grad():
+            ids[0] = first
+            logits.append(model(ids[None], past_key_values=cache).logits[0, -1])
+        assert cache.report().dense_calls == {}
+    assert (logits[0] - logits[1]).abs().max() > 1e-2
 
 
 def test_every_name_is_accounted_for() -> None:
