@@ -45,6 +45,10 @@ import matplotlib.pyplot as plt
 
 MIB = 2**20
 GOAL = 0.04  # of the slots of a ragged batch, the useful 96.3% of the PagedAttention paper
+GOALS = [  # words of a table's heading, its row, the column that is to be below the goal
+    ("prompts of", "PagedCache", "waste, most"),
+    ("rows of", "blocks of 16", "waste, worst batch"),
+]
 RAGGED = [256, 800, 300, 410, 512, 275, 640, 350]
 THREE = [(37, 90), (180, 20), (410, 128)]  # tokens of a prompt and of its answer
 MAX_LENGTH = 2048  # what a contiguous cache reserves where it does not know how long answers get
@@ -289,13 +293,12 @@ def ragged_batches(block_size: int, batches: int, rows: int, new: int) -> dict[s
 
 
 def missed(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """A sentence for each number that is not below the goal."""
+    """A sentence for each ragged batch whose waste is not below the goal."""
     for heading, rows in results.items():
-        for row in rows:
-            is_goal = row["case"] in ("PagedCache", "blocks of 16") and "256" in heading
-            worst = row.get("waste, most", row.get("waste, worst batch"))
-            if is_goal and not worst < GOAL:
-                yield f"{heading}: {row['case']} wastes {worst:.1%}, the goal is {GOAL:.0%}."
+        for batches, case, worst in GOALS:
+            for row in rows:
+                if batches in heading and row["case"] == case and not row[worst] < GOAL:
+                    yield f"{heading}: {case} wastes {row[worst]:.1%}, the goal is {GOAL:.0%}."
 
 
 def plot(curves: dict[str, dict[str, list[Held]]], path: Path) -> None:
@@ -315,11 +318,10 @@ def plot(curves: dict[str, dict[str, list[Held]]], path: Path) -> None:
 
 def cases(quick: bool) -> Iterable[Case]:
     """A ragged batch, beams and parallel samples."""
-    prompts, new = (RAGGED[:4], 16) if quick else (RAGGED, 64)
+    prompts, new = ([256, 300, 280, 350], 16) if quick else (RAGGED, 64)
     shared, rows = (256, 4) if quick else (512, 8)
-    yield Case(
-        f"{len(prompts)} prompts of 256 to 800 tokens", prompts, new, 1, {"do_sample": False}
-    )
+    ragged = f"{len(prompts)} prompts of {min(prompts)} to {max(prompts)} tokens"
+    yield Case(ragged, prompts, new, kwargs={"do_sample": False})
     yield Case(f"{rows} beams on {shared} tokens", [shared], new, rows, {"num_beams": rows})
     yield Case(
         f"{rows} samples of {shared} tokens",

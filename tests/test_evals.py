@@ -83,8 +83,8 @@ def test_random_batches_waste_what_their_lengths_say():
 
 def test_waste_above_the_goal_is_said():
     good, bad = ({"case": "PagedCache", "waste, most": waste} for waste in (0.03, 0.05))
-    assert list(memory.missed({"prompts of 256 tokens": [good]})) == []
-    [sentence] = memory.missed({"prompts of 256 tokens": [good, bad]})
+    assert list(memory.missed({"4 prompts of 256 tokens": [good], "4 beams": [bad]})) == []
+    [sentence] = memory.missed({"4 prompts of 256 tokens": [good, bad]})
     assert "5.0%" in sentence
 
 
