@@ -11,12 +11,13 @@ PagedCache on purpose (negative controls) go the same way through the same gates
 exit status is 1 if a way fails a gate or a fault passes all. Writes parity.json and .md to
 evals/results/ (or --out).
 
-The reference is DynamicCache with sdpa. In float32 the gates are a largest difference of two logits
-of 1e-4, the same likeliest token everywhere, and the same tokens when both go on greedily. 1e-4 is
-tight: SmolLM2's logits reach 40, and DynamicCache in float32 is as far from the same model in
-float64, norms and rotary angles apart (9.95e-5 at most over 2,040 tokens in chunks). The row of
-eager attention shows how far another order of summation goes, and "max log-prob" what is left
-without what is added to all logits of a token alike, which no prediction depends on.
+The reference is DynamicCache with sdpa. In float32 the gates are a largest difference of 1e-4
+between two normalised logits (log-probabilities: what is added to all logits of a token alike
+changes no prediction), the same likeliest token everywhere, and the same tokens when both go on
+greedily. 1e-4 is tight: SmolLM2's logits reach 40, and those of DynamicCache in float32 are as far
+from the same model in float64, norms and rotary angles apart (9.95e-5 at most over 2,040 tokens in
+chunks). "max logit" has the difference before normalising, and the row of eager attention shows how
+far another order of summation goes.
 
 In bfloat16 rounding decides what the logits are, and no two ways to compute attention agree. What
 may differ is measured in the same run on the same tokens: the KL divergence of DynamicCache with
@@ -56,7 +57,7 @@ from examples import small_model
 from hf_paged.backends import backend_for
 
 CONTROLS = "Faults put in on purpose: each must fail a gate"
-MAX_LOGIT = 1e-4  # between two logits of a model in float32
+MAX_LOG_PROB = 1e-4  # between two log-probabilities of a model in float32
 TAIL_TOKENS = 1000  # of fewer tokens the 99.9th percentile is no more than the largest value
 TAIL_FACTOR = 2
 AT_ONCE = 16  # tokens whose distributions are in float64 at one time
@@ -172,7 +173,7 @@ class Parity:
         """
         if setting.is_exact:
             gates = {
-                "max logit": self.max_logit <= MAX_LOGIT,
+                "max log-prob": self.max_log_prob <= MAX_LOG_PROB,
                 "top-1": self.top1 == 1,
                 "greedy": self.greedy,
             }

@@ -173,7 +173,7 @@ def test_a_bug_fails_it(
     write = LayerStorage.write
     monkeypatch.setattr(LayerStorage, "write", lambda self, s, k, v: write(self, s, k, 1.01 * v))
     assert run(folder, tmp_path, "--dataset", str(folder / "data"))[0] == 1
-    assert "PagedCache, cpu, prefix hit: max logit" in capsys.readouterr().out
+    assert "PagedCache, cpu, prefix hit: max log-prob" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("few")
