@@ -17,7 +17,8 @@ from transformers import (
 import hf_paged  # noqa: F401  (registers the attention implementation)
 from examples import small_model
 
-torch.set_num_threads(2)
+# Tiny models lose by a second one, and tests run in several processes; test_attention.py has two.
+torch.set_num_threads(1)
 
 SIZES = {
     "vocab_size": 99,

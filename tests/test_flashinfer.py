@@ -48,10 +48,7 @@ def emulation() -> Iterator[Emulation]:
         patch.setattr(hf_paged.backends._FLASHINFER, "unavailable", lambda device: None)
         AttentionInterface.register(EXACT, exact_attention)
         AttentionMaskInterface.register(EXACT, full_mask)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # for many small tensors
         yield emulation
-        torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

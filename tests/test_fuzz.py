@@ -13,7 +13,7 @@ import copy
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache as once
 from pathlib import Path
 from typing import Any, TypeVar
@@ -702,15 +702,6 @@ def run(kind: str, examples: int) -> None:
     long = settings(max_examples=examples, stateful_step_count=50, deadline=None)
     run_state_machine_as_test(machine, settings=long)
     print(kind, OPERATIONS[kind].total(), OPERATIONS[kind], OUTCOMES[kind])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A second one is no use on tensors as small as these."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("kind", SMALL)

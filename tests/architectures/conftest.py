@@ -5,11 +5,10 @@ pytest tests/architectures -m "slow or not slow" -n 2 --write-architectures
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 from .compare import Result
@@ -21,15 +20,6 @@ _rows: dict[tuple[str, str], str] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-architectures", action="store_true", help=f"write {PAGE.name} anew")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small lose by more threads, and the suite runs in several processes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
