@@ -64,6 +64,7 @@ def questions(lm: HFLM) -> list[tuple[None, list[int], list[int]]]:
     return [
         *asked,
         (None, context, greedy),
+        (None, context, [*greedy[:3], greedy[3] - 1]),
         asked[3],  # once more
         (None, tokens(1, 7), tokens(30, 8)),  # a text without a context, as rolling windows are
         (None, tokens(1, 7), tokens(2, 9)),
@@ -125,6 +126,9 @@ def test_what_is_longer_than_the_model_takes_loses_its_beginning(pair):
         paged._loglikelihood_tokens(asked, disable_tqdm=True),
         hf._loglikelihood_tokens(asked, disable_tqdm=True),
     )
+    for length in (0, 65):
+        with pytest.raises(ValueError, match=f"{length} tokens to score"):
+            paged._loglikelihood_tokens([(None, tokens(9, 3), tokens(length, 4))], True)
 
 
 def test_a_context_is_computed_once_and_answers_only_behind_it(pair):

@@ -88,9 +88,17 @@ class PagedHFLM(HFLM):
         """For each request the log-likelihood, and whether greedy decoding gives the continuation.
 
         As in `hf`, what is longer than the model takes loses its beginning.
+
+        Raises:
+            ValueError: a continuation has no tokens, or more than the model takes.
         """
         numbers: dict[Row, list[int]] = {}
         for number, (_, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"Request {number} has {len(continuation)} tokens to score, which must be 1 to "
+                    f"max_length={self.max_length}."
+                )
             tokens = (*context, *continuation)[-(self.max_length + 1) :]
             split = len(tokens) - len(continuation)
             numbers.setdefault(Row(tokens[:split], tokens[split:-1]), []).append(number)
