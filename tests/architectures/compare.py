@@ -145,3 +145,8 @@ class Result:
     def __str__(self) -> str:
         cells = [f"`{self.name}`", self.result, self.path, self.groups, "; ".join(self.remarks)]
         return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+
+
+def without_ours(error: type[Exception]) -> str:
+    """The remark on a model that cannot run on our attention, but on that of transformers."""
+    return f'{error.__name__} with attn_implementation="hf_paged": load it without'

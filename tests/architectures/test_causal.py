@@ -19,7 +19,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_paged import PagedCache
 
-from .compare import RUNS, TOLERANCE, Result, compare, decode_path, groups, text_inputs
+from .compare import (
+    RUNS,
+    TOLERANCE,
+    Result,
+    compare,
+    decode_path,
+    groups,
+    text_inputs,
+    without_ours,
+)
 from .models import (
     BASELINE,
     IS_NEWEST,
@@ -68,7 +77,7 @@ def test_equals_dynamic_cache(name: str, note: Callable[[Result], None]) -> None
         kind_of_error, words = OTHER_ATTENTION[name]
         with pytest.raises(kind_of_error, match=words):
             RUNS["greedy"](tiny(name, "hf_paged"), PagedCache(config=config), text_inputs())
-        result.remarks.append("not with hf_paged attention")
+        result.remarks.append(without_ours(kind_of_error))
     models = model, tiny(name, None if name in OTHER_ATTENTION else "hf_paged")
     for kind, run in RUNS.items():
         caches = DynamicCache(config=config), PagedCache(config=config, block_size=4)

@@ -114,14 +114,17 @@ def tiny_config(model_type: str, overrides: dict[str, Any]) -> PreTrainedConfig:
 
 
 def build(
-    make: Callable[..., PreTrainedModel], config: PreTrainedConfig, attention: str | None = None
+    make: Callable[..., PreTrainedModel],
+    config: PreTrainedConfig,
+    attention: str | dict[str, str] | None = None,
 ) -> PreTrainedModel:
     """A random float32 model whose weights are large enough to tell tokens apart.
 
     Args:
         make: called with the config and `attn_implementation`.
         config: of the model; copied, as a model writes its attention implementation into it.
-        attention: the attention implementation, None for what transformers prefers.
+        attention: the attention implementation, also by sub-config; None for what transformers
+            prefers.
     """
     torch.manual_seed(0)
     model = make(copy.deepcopy(config), attn_implementation=attention).eval()
