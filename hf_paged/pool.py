@@ -101,10 +101,9 @@ class LayerStorage:
     def _set(self, padded_keys: torch.Tensor, padded_values: torch.Tensor) -> None:
         keys, values = padded_keys[..., : self._dims[0]], padded_values[..., : self._dims[1]]
         key_slots, value_slots = keys.flatten(0, 1), values.flatten(0, 1)
-        # No exception comes between assignments alone, so that all six are of the same memory.
-        self.padded_keys, self.padded_values = padded_keys, padded_values
-        self.keys, self.values = keys, values
-        self.key_slots, self.value_slots = key_slots, value_slots
+        # One statement each, so that no exception leaves K, or V, in two memories.
+        self.padded_keys, self.keys, self.key_slots = padded_keys, keys, key_slots
+        self.padded_values, self.values, self.value_slots = padded_values, values, value_slots
 
     @property
     def num_bytes(self) -> int:

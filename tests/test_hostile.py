@@ -91,8 +91,8 @@ def is_refused(kind: str, path: Path, config: Any, whole: list[Any]) -> bool:
 def test_flipped_bits_are_noticed(
     kind: str, saved: dict[str, Path], model: Any, tmp_path: Path
 ) -> None:
-    flips = damage(kind, saved, model, tmp_path, examples=150)
-    assert flips >= 100
+    flips = damage(kind, saved, model, tmp_path, examples=100)
+    assert flips >= 70
 
 
 @pytest.mark.slow
@@ -326,9 +326,10 @@ def test_a_process_killed_in_a_write_leaves_the_old_file(tmp_path: Path) -> None
     assert value_in(tmp_path / "cache") == 1
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_time_leaves_a_whole_file(tmp_path: Path) -> None:
     path, rng, found = tmp_path / "cache", np.random.default_rng(0), set()
-    for _ in range(4):
+    for _ in range(8):
         process = saver(path, "loop")
         assert process.stdout is not None
         assert process.stdout.readline() == "saving\n"
@@ -370,7 +371,7 @@ def generated(model: Any, **inputs: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 63, 64, 65, 128, 255, 256])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 65, 256])
 def test_batches_of_1_to_256(rows: int, tiny_model: Any) -> None:
     model = tiny_model("gemma3_text")
     lengths = np.random.default_rng(rows).integers(1, 14, rows).tolist()
@@ -402,7 +403,7 @@ def test_masks_with_holes(both: Any, backend: str) -> None:
     """Random masks over a prompt and a later chunk: every query that sees something is right."""
     tried = 0
 
-    @settings(max_examples=12, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=6, deadline=None, database=None, derandomize=True)
     @given(st.lists(st.lists(st.booleans(), min_size=13, max_size=13), min_size=1, max_size=4))
     def compare(rows: list[list[bool]]) -> None:
         nonlocal tried
@@ -432,7 +433,7 @@ def test_masks_with_holes(both: Any, backend: str) -> None:
         tried += 1
 
     compare()
-    assert tried >= 12
+    assert tried >= 6
 
 
 def test_a_prompt_of_no_tokens(both: Any) -> None:
@@ -542,7 +543,7 @@ def test_two_extra_keys_are_one_only_if_equal(one: Any, other: Any) -> None:
     assert is_same == (typed(one) == typed(other))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mistral", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "llama4_text"])
 def test_blocks_poisoned_while_nobody_holds_them(
     name: str, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,7 @@ def test_threads_on_one_bounded_pool(name: str, monkeypatch: pytest.MonkeyPatch)
     model = tiny(name)
     model.set_attn_implementation("hf_paged")
     pool = BlockPool(model, block_size=4, num_blocks=90)
-    turns, new = 4, 4
+    turns, new = 3, 3
     inputs = {
         (thread, turn): torch.cat([prompt(14, turn % 2), prompt(3, 10 * thread + turn)], 1)
         for thread in range(4)
