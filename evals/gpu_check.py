@@ -37,7 +37,7 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCa
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from evals.common import Rows, machine_facts, write_results
 from hf_paged import BlockPool, PagedCache
-from hf_paged.attention import paged_attention
+from hf_paged.attention import paged_attention, paged_mask
 from hf_paged.backends import flashinfer as backend
 from hf_paged.backends.dense import reference_attention
 from hf_paged.step import Pattern
@@ -126,7 +126,7 @@ def attention_error(case: Case) -> float:
         append(cache, states[:, known, :, :past], is_token[known, :past])
     if case.is_fork:
         cache.batch_repeat_interleave(rows)
-    views = append(cache, states[:, :, :, past:], is_token[:, past:])
+    views = append(cache, states[:, :, :, past:], is_token)
     sinks = torch.randn(case.heads[0], device=device) if case.has_sinks else None
     mask = LazyMask((1,), torch.bool, device, lambda: None)
     mask.kv_length, mask.kv_offset = views[0].pages.kv_length, views[0].pages.kv_offset
@@ -177,11 +177,21 @@ def one_layer_cache(
 
 
 def append(cache: PagedCache, states: torch.Tensor, is_token: torch.Tensor) -> Any:
-    """Add K and V ([2, rows, heads, columns, dim]) to a cache of one layer, without the padding."""
-    mask = LazyMask((1,), torch.bool, states.device, lambda: None)
-    mask.new_tokens = is_token.numpy()
-    cache._batch.note_mask(mask)  # as the mask function does
+    """Add K and V ([2, rows, heads, columns, dim]) to a cache of one layer, without the padding.
+
+    Args:
+        is_token: bool [rows, all columns].
+    """
+    mask = mask_of(cache, is_token, states.shape[3])
+    assert isinstance(mask, LazyMask)  # and alive, as in a forward
     return cache.update(states[0], states[1], 0)
+
+
+def mask_of(cache: PagedCache, is_token: torch.Tensor, new: int) -> torch.Tensor | None:
+    """The mask of a forward of `new` columns as a model asks for it, which tells of padding."""
+    rows, columns = is_token.shape
+    length, offset = cache.get_mask_sizes(new, 0)
+    return paged_mask(rows, new, length, columns - new, offset, attention_mask=is_token)
 
 
 def correctness() -> Iterator[dict[str, Any]]:
@@ -291,10 +301,9 @@ def filled(model: LlamaForCausalLM, cache: Any, lengths: list[int]) -> Any:
     config, columns = model.config, max(lengths)
     shape = (len(lengths), config.num_key_value_heads, columns, config.head_dim)
     if isinstance(cache, PagedCache):
-        mask = LazyMask((1,), torch.bool, DEVICE, lambda: None)
         is_token = torch.arange(columns) >= columns - torch.tensor(lengths)[:, None]
-        mask.new_tokens = is_token.numpy()
-        cache._batch.note_mask(mask)
+        mask = mask_of(cache, is_token, columns)
+        assert isinstance(mask, LazyMask)
     for layer in range(config.num_hidden_layers):
         states = torch.randn(shape, device=DEVICE, dtype=BF16)
         cache.update(states, states, layer)

@@ -20,7 +20,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from examples import small_model
 from hf_paged import BlockPool, PagedCache
-from hf_paged.attention import paged_attention
+from hf_paged.attention import paged_attention, paged_mask
 from hf_paged.backends import cpu_decode
 from hf_paged.backends.dense import reference_attention
 from hf_paged.step import Pattern
@@ -83,9 +83,10 @@ class Case:
         self.views = self._append(max(past), columns)
 
     def _append(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        mask = LazyMask((1,), torch.bool, "cpu", lambda: None)
-        mask.new_tokens = self.tokens[:, start:stop].numpy()
-        self.cache._batch.note_mask(mask)  # as the mask function does
+        length, offset = self.cache.get_mask_sizes(stop - start, 0)
+        seen = self.tokens[:, :stop]
+        mask = paged_mask(len(seen), stop - start, length, start, offset, attention_mask=seen)
+        assert isinstance(mask, LazyMask)  # and alive, as in a forward
         return self.cache.update(self.keys[:, :, start:stop], self.values[:, :, start:stop], 0)
 
     def attend(self, **kwargs: Any) -> torch.Tensor:
