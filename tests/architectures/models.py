@@ -163,7 +163,7 @@ NEEDS_NEWEST = {
     "cohere_compass_text": "has another config",
     "gptj": "looks its attention up in a table of its own",
     "inkling_text": "DynamicCache does not roll its convolutions back",
-    "switch_transformers": "assisted decoding on a DynamicCache is not what greedy gives",
+    "switch_transformers": "the DynamicCache of an assistant has layers too many to be cropped",
     "umt5": "assisted decoding on a DynamicCache is not what greedy gives",
     "xlm": "takes no cache",
 }

@@ -20,6 +20,7 @@ from hf_paged import PagedCache, encoder_decoder_cache
 
 from .compare import Inputs, Result, beams, compare, decode_path, generate, greedy, groups
 from .compare import text_inputs as text
+from .models import is_tested
 from .zoo import build, tiny_config
 
 SECTION = "Encoder-decoder models"
@@ -58,7 +59,10 @@ SPEECH = {
     "speech_to_text": "input_features",
     "whisper": "input_features",
 }
-NAMES = [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.slow) for name in OVERRIDES]
+NAMES = [
+    pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.slow)
+    for name in filter(is_tested, OVERRIDES)
+]
 ONE_TOKEN_AT_A_TIME = ("prophetnet",)  # so that there is no assisting it
 
 
