@@ -76,8 +76,7 @@ class Tokens:
     def truncate(self, columns: int) -> Tokens:
         """Keep the first `columns` columns."""
         if self.is_token is not None:
-            kept = self.is_token[:, :columns]
-            return Tokens(columns, kept.sum(1), kept)
+            return Tokens.of(self.is_token[:, :columns])
         padding = self.columns - self.lengths
         return Tokens(columns, np.maximum(columns - padding, 0))
 
@@ -85,12 +84,14 @@ class Tokens:
         """All columns of `rows` become padding."""
         kept = np.ones(len(self), bool)
         kept[rows] = False
-        is_token = None if self.is_token is None else self.is_token & kept[:, None]
-        return replace(self, lengths=self.lengths * kept, is_token=is_token)
+        if self.is_token is not None:
+            return Tokens.of(self.is_token & kept[:, None])
+        return replace(self, lengths=self.lengths * kept)
 
     def select(self, rows: np.ndarray) -> Tokens:
-        is_token = None if self.is_token is None else self.is_token[rows]
-        return replace(self, lengths=self.lengths[rows], is_token=is_token)
+        if self.is_token is not None:
+            return Tokens.of(self.is_token[rows])
+        return replace(self, lengths=self.lengths[rows])
 
     def count_before(self, columns: np.ndarray) -> np.ndarray:
         """Tokens of each row in front of its `columns` ([rows, n] or broadcastable to it)."""
