@@ -37,6 +37,13 @@ class Tokens:
     def none(cls, rows: int) -> Tokens:
         return cls(0, np.zeros(rows, np.int64))
 
+    @classmethod
+    def where(cls, is_token: np.ndarray) -> Tokens:
+        """The tokens of rows whose columns are tokens where `is_token` (bool [rows, columns])."""
+        tokens = cls(is_token.shape[1], is_token.sum(1))
+        has_holes = bool((tokens.mask() != is_token).any())
+        return replace(tokens, is_token=is_token) if has_holes else tokens
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -82,14 +89,14 @@ class Tokens:
     def truncate(self, columns: int) -> Tokens:
         """Keep the first `columns` columns."""
         if self.is_token is not None:
-            kept = self.is_token[:, :columns]
-            return Tokens(columns, kept.sum(1), kept)
+            return Tokens.where(self.is_token[:, :columns])
         padding = self.columns - self.lengths
         return Tokens(columns, np.maximum(columns - padding, 0))
 
     def select(self, rows: np.ndarray) -> Tokens:
-        is_token = None if self.is_token is None else self.is_token[rows]
-        return replace(self, lengths=self.lengths[rows], is_token=is_token)
+        if self.is_token is not None:
+            return Tokens.where(self.is_token[rows])
+        return replace(self, lengths=self.lengths[rows])
 
     def count_before(self, columns: np.ndarray) -> np.ndarray:
         """Tokens of each row in front of its `columns` ([rows, n] or broadcastable to it)."""
@@ -247,13 +254,10 @@ class BlockTables:
         with self.pool.lock:
             for group, table in zip(self.pool.groups, self.tables, strict=True):
                 _drop(group, table, np.broadcast_to(~kept[:, None], table.shape))
-            self.tokens = replace(
-                self.tokens,
-                lengths=self.tokens.lengths * kept,
-                is_token=None
-                if self.tokens.is_token is None
-                else self.tokens.is_token & kept[:, None],
-            )
+            if self.tokens.is_token is None:
+                self.tokens = replace(self.tokens, lengths=self.tokens.lengths * kept)
+            else:
+                self.tokens = Tokens.where(self.tokens.is_token & kept[:, None])
 
     def drop_outside_windows(self) -> None:
         """Give back the blocks that no window reaches any more."""

@@ -160,7 +160,6 @@ class Tracked:
         rows: of each row the node of each column.
         freed: the rows that were given back, and store nothing.
         known: how many columns have the tokens that the caller takes them to have; None for all.
-        has_holes: whether there was padding behind a token.
         safe: the columns that a crop can always go back to.
         is_outside: whether it is offloaded.
         has_completed: whether a forward was ever complete.
@@ -171,7 +170,6 @@ class Tracked:
     rows: list[list[int]] = field(default_factory=list)
     freed: list[bool] = field(default_factory=list)
     known: int | None = None
-    has_holes: bool = False
     safe: int = 0
     is_outside: bool = False
     has_completed: bool = False
@@ -185,15 +183,14 @@ class Tracked:
     def known_columns(self) -> int:
         return self.columns if self.known is None else min(self.known, self.columns)
 
-    def extend(self, nodes: list[list[int]], has_holes: bool) -> None:
+    def extend(self, nodes: list[list[int]]) -> None:
         """A forward has appended columns."""
         if not self.columns:
             self.rows, self.freed = [[] for _ in nodes], [False] * len(nodes)
-            self.known, self.has_holes = None, False
+            self.known = None
         elif len(self.rows) != len(nodes):  # one row serves as the prompt of many
             self._select([0] * len(nodes))
         self.rows = [row + new for row, new in zip(self.rows, nodes, strict=True)]
-        self.has_holes |= has_holes
         if not self.cache.layers[0].record_past:
             self.safe = self.columns
         self.has_completed = True
@@ -283,9 +280,7 @@ class Watch:
             tracked = self.tracked
             assert tracked is not None
             assert any(value is tracked.cache for value in kwargs.values())
-            nodes, has_holes = self._new_nodes(
-                tracked, kwargs["input_ids"], kwargs.get("attention_mask")
-            )
+            nodes = self._new_nodes(tracked, kwargs["input_ids"], kwargs.get("attention_mask"))
             states: dict[int, np.ndarray] = {}
             tracked.cache.update = self._noting(tracked.cache, states)  # type: ignore[method-assign]
             hidden, failed = None, False
@@ -298,7 +293,7 @@ class Watch:
             finally:
                 del tracked.cache.update
                 if len(states) == self._layers:
-                    tracked.extend(nodes, has_holes)
+                    tracked.extend(nodes)
                     self._note(nodes, states, hidden)
                 elif failed and states:
                     tracked.is_torn = not tracked.has_completed
@@ -310,21 +305,19 @@ class Watch:
 
     def _new_nodes(
         self, tracked: Tracked, ids: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[list[list[int]], bool]:
+    ) -> list[list[int]]:
         items = ids if mask is None else ids.where(mask[:, -ids.shape[1] :] > 0, PAD)
         rows, freed = tracked.rows, tracked.freed
         if not tracked.columns:
             rows, freed = [[ROOT]] * len(items), [False] * len(items)
         elif len(rows) == 1:
             rows, freed = rows * len(items), freed * len(items)
-        nodes, has_holes = [], False
+        nodes = []
         for row, is_freed, new in zip(rows, freed, items.tolist(), strict=True):
             if is_freed:
                 new = [PAD] * len(new)
-            grown = self._reference.tree.grow(row[-1], new)
-            has_holes |= any(i == PAD and n != ROOT for i, n in zip(new, grown, strict=True))
-            nodes.append(grown)
-        return nodes, has_holes
+            nodes.append(self._reference.tree.grow(row[-1], new))
+        return nodes
 
     def _noting(self, cache: PagedCache, states: dict[int, np.ndarray]) -> Callable[..., Any]:
         def update(keys: torch.Tensor, values: torch.Tensor, layer: int, **kwargs: Any) -> Any:

@@ -452,7 +452,7 @@ class Fuzz(RuleBasedStateMachine):
         self._note("known" if columns else "not known")
         tracked = self._add(cache)
         if columns:
-            tracked.extend([row[:columns] for row in nodes for _ in range(repeats)], False)
+            tracked.extend([row[:columns] for row in nodes for _ in range(repeats)])
             tracked.has_completed = False
         return tracked
 
@@ -473,8 +473,9 @@ class Fuzz(RuleBasedStateMachine):
         try:
             fresh = self.pool.insert_prefix(tracked.cache, sequences, extra_key=tenant)
         except ValueError:
-            if not tracked.has_holes:
-                raise
+            tree, rows = self.tree, tracked.rows
+            if not any(node != ROOT and tree.item(node) == PAD for row in rows for node in row):
+                raise  # there is no padding behind a token
             self._note("insert refused")
             return
         self._count("insert_prefix")

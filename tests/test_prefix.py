@@ -181,6 +181,38 @@ def test_beam_search_for_one_token_indexes_its_prompts(model: Any) -> None:
     pool.check()
 
 
+@pytest.mark.parametrize("how", ["crop", "failed step", "select", "free"])
+def test_padding_behind_a_token_that_is_gone_is_forgotten(how: str) -> None:
+    model, ids = llama(), prompt(9)
+    pool = BlockPool(model, block_size=4)
+    cache = PagedCache(pool=pool)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 10] = 0
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(prompt(3).repeat(2, 1), attention_mask=mask, past_key_values=cache)
+
+    with torch.no_grad():
+        model(ids.repeat(2, 1), past_key_values=cache)
+    if how == "failed step":
+        hook = model.model.layers[1].mlp.register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            forward()
+        hook.remove()
+    else:
+        forward()
+    sequences = torch.cat([ids, prompt(3)], 1).repeat(2, 1)
+    if how == "crop":
+        cache.crop(-3)
+    elif how == "select":
+        cache.batch_select_indices(torch.tensor([0]))
+        sequences = sequences[:1]
+    elif how == "free":
+        cache.free_rows(torch.tensor([1]))
+    assert pool.insert_prefix(cache, sequences) == (12 if how in ("select", "free") else 9)
+
+
 def test_indexing_moved_rows_leaves_them_as_they_are() -> None:
     model, ids = llama(), prompt(9)
     pool = BlockPool(model, block_size=4)
