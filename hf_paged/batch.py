@@ -405,7 +405,10 @@ class Batch:
         self._is_torn = bool(self.pool.stateful_layers)
         self._end_step()
         self._behind.clear()
-        self.tables.truncate(step.before.columns)
+        if step.before.columns:
+            self.tables.truncate(step.before.columns)
+        else:
+            self.tables.release()  # of no rows again
         if self._is_fork:
             self._replace_tables(np.zeros(1, np.int64))
 
