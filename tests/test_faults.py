@@ -216,6 +216,16 @@ def test_a_failed_fork_is_one_row_again(model: PreTrainedModel) -> None:
     cache.pool.check()
 
 
+def test_a_failed_first_step_leaves_no_rows(model: PreTrainedModel) -> None:
+    cache = PagedCache(config=model.config, block_size=4)
+    hook = model.model.layers[1].mlp.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(**ragged_ids([9, 5]), past_key_values=cache)
+    hook.remove()
+    cache.crop(0)
+    assert (cache.batch_size, cache.block_tables, cache.pool.num_used) == (-1, [], 0)
+
+
 @pytest.mark.parametrize("layer", range(4))
 def test_a_write_that_fails_is_rolled_back(
     model: PreTrainedModel, layer: int, monkeypatch: pytest.MonkeyPatch
