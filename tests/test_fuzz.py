@@ -141,23 +141,20 @@ class Fuzz(RuleBasedStateMachine):
         tracked = self._choose(data)
         self._forward(tracked, self._new_rows(tracked, rows, count, ragged), "forward")
 
-    @precondition(lambda self: self._usable())
     @rule(
-        data=st.data(),
-        rows=batches,
-        count=new_tokens,
-        layer=st.integers(0, 1),
-        again=st.sampled_from([True, True, False]),
+        data=st.data(), rows=batches, count=new_tokens, layer=st.integers(0, 1), first=st.booleans()
     )
-    def fail(self, data: Any, rows: list[list[int]], count: int, layer: int, again: bool) -> None:
-        """A step that a layer ends; then, maybe, the same once more."""
-        tracked = self._choose(data)
-        new, before = self._new_rows(tracked, rows, count, False), tracked.columns
+    def fail(self, data: Any, rows: list[list[int]], count: int, layer: int, first: bool) -> None:
+        """A step that a layer ends; if it was a cache's first, then the same once more."""
+        if first or not self._usable():
+            tracked, new = self._add(PagedCache(pool=self.pool)), rows
+        else:
+            tracked = self._choose(data)
+            new = self._new_rows(tracked, rows, count, False)
+        before = tracked.columns
         self.watch.fails = (0, layer)
-        if self._forward(tracked, new, "forward that fails") or not tracked.is_torn:
-            return
-        assert tracked.columns == before
-        if again:
+        if not self._forward(tracked, new, "forward that fails") and tracked.is_torn:
+            assert tracked.columns == before
             assert self._forward(tracked, new, "forward again"), "it does not fit any more"
             tracked.is_torn = False
 
