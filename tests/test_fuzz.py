@@ -711,7 +711,7 @@ def test_any_operations(kind: str) -> None:
 @pytest.mark.parametrize("kind", SMALL)
 def test_many_more_operations(kind: str) -> None:
     """50,000 in all; each of them, and each of their outcomes, many times."""
-    run(kind, 280)
+    run(kind, 310)
     done, came = OPERATIONS[kind], OUTCOMES[kind]
     assert done.total() >= 50_000 / len(SMALL)
     for name in ("restore", "forward again", *(f"generate: {name}" for name in GENERATE)):
