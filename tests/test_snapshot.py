@@ -348,7 +348,7 @@ BAD_IN_ONE = [
     ("cache", lambda tensors, facts: facts.pop("known")),
     ("cache", lambda tensors, facts: facts.update(known=-1)),
     ("cache", lambda tensors, facts: facts.update(known=99)),
-    ("cache", lambda tensors, facts: facts.update(known=1, columns="20")),
+    ("cache", lambda tensors, facts: facts.update(known="20")),
     ("prefixes", _set("tokens", lambda t: t[1:].clone())),
     ("prefixes", _set("tokens", lambda t: t.float())),
     ("prefixes", lambda tensors, facts: tensors.pop("tokens")),
