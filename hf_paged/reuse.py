@@ -12,7 +12,7 @@ from .cache import PagedCache
 from .geometry import POSITIONS_WITH_PADDING
 from .prefix import Key, longest_readable
 from .snapshot import Snapshot
-from .table import BlockTables, Tokens, first_block
+from .table import BlockTables, Tokens, blocks_for, first_block
 
 if TYPE_CHECKING:
     from .pool import BlockPool
@@ -239,7 +239,7 @@ def _table(
     tokens: Tokens, firsts: np.ndarray, blocks: list[np.ndarray], pool: BlockPool
 ) -> np.ndarray:
     """int32 [rows, width], of each row's `blocks` those that its tokens need."""
-    stops = -(-tokens.lengths // pool.block_size)
+    stops = blocks_for(tokens.lengths, pool.block_size)
     table = np.full((len(tokens), int(stops.max())), -1, np.int32)
     for row, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
         table[row, first:stop] = blocks[row][first:stop]

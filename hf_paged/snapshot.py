@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from .geometry import dtype_name
 from .pool import BlockPool, bits
-from .table import BlockTables, Tokens, tokens_in_blocks
+from .table import BlockTables, Tokens, blocks_for, is_behind_end, tokens_in_blocks
 
 FORMAT = "hf_paged/1"
 
@@ -60,7 +60,7 @@ class Snapshot:
     ) -> Snapshot:
         """Copy what `tables` (physical blocks, [rows, width] for each group) hold to `device`."""
         numbers, states, given = [], {}, {}
-        width = _width(_blocks(lengths, pool.block_size))
+        width = _width(blocks_for(lengths, pool.block_size))
         with pool.lock:
             for group, whole in zip(pool.groups, tables, strict=True):
                 table = whole[:, :width]
@@ -210,11 +210,6 @@ def checksum(facts: str, tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _blocks(lengths: np.ndarray, block_size: int) -> np.ndarray:
-    """The blocks of rows of so many tokens."""
-    return -(-lengths // block_size)
-
-
 def _width(blocks: np.ndarray) -> int:
     """Of the table of rows of so many blocks; never 0, for padding is looked up too."""
     return int(blocks.max(initial=1))
@@ -285,13 +280,13 @@ def _check(snapshot: Snapshot, pool: BlockPool) -> None:
         ]
         if any(len(shape) != 4 or shape[1] != size for shape in shapes):
             raise _Wrong(f"K/V of the {group} are not [blocks, block_size, kv_heads, head_dim]")
-        stops = _blocks(lengths, size)
+        stops = blocks_for(lengths, size)
         if table.dtype != np.int64 or table.shape != (len(lengths), _width(stops)):
             raise _Wrong(f"the block table of the {group} does not fit its rows")
         blocks = int(table.max(initial=-1)) + 1
         if any(shape[0] != blocks for shape in shapes) or (table < -1).any():
             raise _Wrong(f"the block table of the {group} is not that of its blocks")
-        if ((table >= 0) & (np.arange(table.shape[1]) >= stops[:, None])).any():
+        if (table[is_behind_end(table, lengths, size)] >= 0).any():
             raise _Wrong(f"the block table of the {group} does not end with its rows")
         if group.window is None and ((table >= 0).sum(1) != stops).any():
             raise _Wrong(f"the block table of the {group} has holes")

@@ -184,9 +184,7 @@ class BlockTables:
             table[self._is_behind(table)] = -1
 
     def _is_behind(self, table: np.ndarray) -> np.ndarray:
-        """bool [rows, width], True for the blocks behind each row's last token."""
-        stops = -(-self.tokens.lengths // self.pool.block_size)
-        return np.arange(table.shape[1]) >= stops[:, None]
+        return is_behind_end(table, self.tokens.lengths, self.pool.block_size)
 
     def append(self, tokens: Tokens, keep_past: bool, sharing: Sharing | None = None) -> None:
         """Hold blocks for new columns, copying a shared block that they will write to.
@@ -278,6 +276,16 @@ class BlockTables:
         )
 
 
+def blocks_for(tokens: np.ndarray, block_size: int) -> np.ndarray:
+    """The blocks that so many tokens take."""
+    return -(-tokens // block_size)
+
+
+def is_behind_end(table: np.ndarray, lengths: np.ndarray, block_size: int) -> np.ndarray:
+    """bool [rows, width], True for the entries of `table` behind each row's last token."""
+    return np.arange(table.shape[1]) >= blocks_for(lengths, block_size)[:, None]
+
+
 def tokens_in_blocks(
     lengths: np.ndarray, table: np.ndarray, num_blocks: int, block_size: int
 ) -> np.ndarray:
@@ -305,9 +313,8 @@ def first_block(group: BlockGroup, tokens: Tokens, keep_past: bool = False) -> n
 
 def _missing(group: BlockGroup, table: np.ndarray, tokens: Tokens) -> int:
     """Entries of `table` without a block where rows of `tokens` need one."""
-    blocks, firsts = np.arange(table.shape[1]), first_block(group, tokens)
-    stops = -(-tokens.lengths // group.block_size)
-    needed = (blocks >= firsts[:, None]) & (blocks < stops[:, None])
+    is_reached = np.arange(table.shape[1]) >= first_block(group, tokens)[:, None]
+    needed = is_reached & ~is_behind_end(table, tokens.lengths, group.block_size)
     return int((needed & (table < 0)).sum())
 
 
@@ -327,7 +334,7 @@ class _Need:
         size = self.group.block_size
         before, after = tables.tokens.lengths, tokens.lengths
         firsts = first_block(self.group, tokens, keep_past)
-        self.starts = np.maximum(-(-before // size), firsts)
+        self.starts = np.maximum(blocks_for(before, size), firsts)
         self.followers: list[tuple[int, int, slice]] = []
         if sharing is not None:
             for row in sharing.followers(firsts):
@@ -335,7 +342,7 @@ class _Need:
                 if firsts[row] < stop:
                     self.followers.append((row, leader, slice(firsts[row], stop)))
                     self.starts[row] = stop
-        self.fresh = np.maximum(-(-after // size) - self.starts, 0)
+        self.fresh = np.maximum(blocks_for(after, size) - self.starts, 0)
         # Rows that will write behind the tokens of a partly filled last block.
         last = before // size
         self.rows = np.flatnonzero((before % size > 0) & (after > before))
