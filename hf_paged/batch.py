@@ -168,6 +168,7 @@ class Batch:
             self._check_retry(layer, keys)
             self._settle()
             self._end_step()
+        self._has_failed = True  # until it is done: what handles an exception may be cut short too
         try:
             if begins:
                 step = self._begin_step(layer, keys, values)
@@ -183,9 +184,8 @@ class Batch:
                     group.keep_written(new_keys),
                     group.keep_written(new_values),
                 )
-            self._behind.discard(layer)
+            self._behind, self._has_failed = self._behind - {layer}, False
         except BaseException:
-            self._has_failed = True
             if self._behind and self.step is not None:
                 self._roll_back(self.step)
             raise
