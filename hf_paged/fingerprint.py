@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import weakref
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -33,18 +32,46 @@ def config_fingerprint(config: PreTrainedConfig) -> str:
     return json.dumps(entries, sort_keys=True, default=str)
 
 
-class _Weight(NamedTuple):
-    """A weight as it was; the tensor itself, for an address may be given to another one."""
+class _State:
+    """A model as it was when its weights were read; it keeps no part of it alive."""
 
-    tensor: weakref.ref[torch.Tensor]
-    address: int
-    version: float
+    def __init__(self, model: torch.nn.Module):
+        modules = list(model.modules())
+        weights = _weights(modules)
+        self._modules = [weakref.ref(module) for module in modules]
+        self._children = _children(modules)
+        self._weights = [weakref.ref(weight) for weight in weights]
+        self._places = _places(weights)
+        # Layers that PEFT has wrapped; models have methods of that name.
+        self._adapters = [
+            weakref.ref(module)
+            for module in modules
+            if isinstance(getattr(type(module), "disable_adapters", None), property)
+        ]
+        self.digest = _digest(model)
+
+    def is_current(self) -> bool:
+        """Whether the model still has the same modules and weights, and none was written since."""
+        modules = [module() for module in self._modules]
+        if None in modules or _children(modules) != self._children:
+            return False
+        weights = _weights(modules)
+        return (
+            len(weights) == len(self._weights)
+            and all(then() is now for then, now in zip(self._weights, weights, strict=True))
+            and self._places is not None
+            and _places(weights) == self._places
+        )
+
+    def adapters(self) -> list[list[str]]:
+        """Of each wrapped layer what it now adds to its output."""
+        layers: list[Any] = [layer() for layer in self._adapters]
+        parts = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+        return [[str(getattr(layer, part, None)) for part in parts] for layer in layers]
 
 
-# Of each model its weights when they were last read, and their digest.
-_read: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[_Weight], str]] = (
-    weakref.WeakKeyDictionary()
-)
+# Each model as it was when its weights were last read.
+_read: weakref.WeakKeyDictionary[torch.nn.Module, _State] = weakref.WeakKeyDictionary()
 
 
 def model_fingerprint(model: torch.nn.Module) -> str:
@@ -54,35 +81,10 @@ def model_fingerprint(model: torch.nn.Module) -> str:
     PyTorch counts for all that optimizers, `load_state_dict` and in-place operations do, but not
     for what is written through `weight.data`; tensors made in inference mode have none.
     """
-    weights: list[torch.Tensor] = []
-    adapters = []
-    for module in _modules(model):
-        if module._parameters or module._buffers:
-            weights += _weights(module)
-        # A layer that PEFT has wrapped; models have methods of that name.
-        if isinstance(getattr(type(module), "disable_adapters", None), property):
-            parts = module.active_adapters, module.disable_adapters, module.merged_adapters
-            adapters.append([str(part) for part in (*parts, getattr(module, "scaling", None))])
-    state, digest = _read.get(model, ([], ""))
-    if not _is_state(state, weights):
-        state = [_Weight(weakref.ref(w), w.data_ptr(), _version(w)) for w in weights]
-        digest = _digest(model)
-        _read[model] = state, digest
-    return json.dumps({"weights": digest, "adapters": adapters})
-
-
-def _is_state(state: list[_Weight], weights: list[torch.Tensor]) -> bool:
-    if len(state) != len(weights):
-        return False
-    for (tensor, address, version), weight in zip(state, weights, strict=True):
-        if tensor() is not weight or address != weight.data_ptr() or version != _version(weight):
-            return False
-    return True
-
-
-def _version(weight: torch.Tensor) -> float:
-    """How often it was written; of what cannot be told NaN, which is not even equal to itself."""
-    return math.nan if weight.is_inference() else weight._version
+    state = _read.get(model)
+    if state is None or not state.is_current():
+        state = _read[model] = _State(model)
+    return json.dumps({"weights": state.digest, "adapters": state.adapters()})
 
 
 def encode_extra_key(extra_key: ExtraKey) -> str:
@@ -107,32 +109,36 @@ def _tagged(key: Any) -> dict[str, Any]:
     )
 
 
-def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """All modules, once each; several times as fast as `model.modules()`, for this is each call."""
-    seen, stack = {model}, [model]
-    while stack:
-        module = stack.pop()
-        yield module
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
+# This is asked at each call, behind a forward that leaves nothing in the processor's caches, so all
+# modules are looked at together, in as few steps as can be.
+def _children(modules: Iterable[Any]) -> list[int]:
+    """The children of all modules, by their addresses: they can be compared while they live."""
+    return [id(child) for module in modules for child in module._modules.values()]
 
 
-def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers of one module; not those that it can compute anew."""
-    weights: list[torch.Tensor | None] = [*module._parameters.values()]
-    if module._buffers:
-        passing = module._non_persistent_buffers_set
-        weights += [b for name, b in module._buffers.items() if name not in passing]
+def _weights(modules: Iterable[Any]) -> list[torch.Tensor]:
+    """The parameters and buffers of modules; not those that they can compute anew."""
+    weights = [weight for module in modules for weight in module._parameters.values()]
+    for module in modules:
+        if module._buffers:
+            passing = module._non_persistent_buffers_set
+            weights += [b for name, b in module._buffers.items() if name not in passing]
     return [weight for weight in weights if weight is not None]
+
+
+def _places(weights: Iterable[torch.Tensor]) -> list[tuple[int, int]] | None:
+    """Where each weight is and how often it was written; None if one does not tell."""
+    try:
+        return [(weight.data_ptr(), weight._version) for weight in weights]
+    except RuntimeError:
+        return None
 
 
 def _digest(model: torch.nn.Module) -> str:
     """Of each weight the sum of all its bits as whole numbers, and a sample of them in order."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
-        for weight in _weights(module):
+        for weight in _weights([module]):
             if weight.is_meta:
                 raise ValueError(
                     f"The weights of {name!r} are not loaded (device meta), so the pool cannot "

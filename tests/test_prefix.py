@@ -369,7 +369,10 @@ def positions(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
 
 
-@pytest.mark.parametrize("how", ["one element", "inference", "scaling"])
+@pytest.mark.parametrize(
+    "how",
+    ["one element", "inference", "scaling", "memory", "module", "module gone", "adapter", "buffer"],
+)
 def test_a_change_that_is_easily_missed_never_hits(how: str) -> None:
     ids = prompt(20)
     model = llama()
@@ -379,6 +382,9 @@ def test_a_change_that_is_easily_missed_never_hits(how: str) -> None:
     if how == "inference":
         with torch.inference_mode():
             model = copy.deepcopy(model)
+    mlp = model.get_submodule("model.layers.1.mlp") if how != "scaling" else None
+    if how == "buffer":
+        mlp.register_buffer("shift", torch.zeros(1))
     pool = BlockPool(model, block_size=4)
     learn(pool, model, ids)
     assert hits(pool, ids) == 19
@@ -386,6 +392,17 @@ def test_a_change_that_is_easily_missed_never_hits(how: str) -> None:
         for module in model.modules():
             if hasattr(module, "scale_layer"):
                 module.scale_layer(5.0)
+    elif how == "memory":
+        mlp.up_proj.weight.data = mlp.up_proj.weight.data * 1.01
+    elif how.startswith("module"):
+        old = mlp.up_proj
+        mlp.up_proj = torch.nn.Linear(old.in_features, old.out_features, bias=False)
+        if how == "module gone":
+            del old
+    elif how == "adapter":
+        get_peft_model(model, LoraConfig(target_modules=["up_proj"], init_lora_weights=False))
+    elif how == "buffer":
+        mlp.shift += 1
     else:
         with torch.inference_mode():
             model.get_input_embeddings().weight[ids[0, 3], 5] += 1
