@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from inspect import signature
 from types import TracebackType
@@ -239,18 +239,18 @@ class PagedCache(DynamicCache):
                 f"chunk_size must be a whole number of at least 1, not {chunk_size!r}."
             )
         body = unwrapped(model).base_model
-        if attention_mask is not None and "position_ids" in signature(body.forward).parameters:
+        if attention_mask is not None and "position_ids" in argument_names(body):
             kwargs.setdefault("position_ids", (attention_mask.cumsum(-1) - 1).clamp(min=0))
         start, last = self.get_seq_length(), input_ids.shape[1] - 1
         while start < last:
             stop = last if chunk_size is None else min(start + chunk_size, last)
-            inputs = dict(kwargs)
+            inputs = {**kwargs, **cache_argument(body, self)}
             if attention_mask is not None:
                 inputs["attention_mask"] = attention_mask[:, :stop]
             if "position_ids" in kwargs:
                 inputs["position_ids"] = kwargs["position_ids"][..., start:stop]
             with torch.no_grad():
-                body(input_ids=input_ids[:, start:stop], past_key_values=self, **inputs)
+                body(input_ids=input_ids[:, start:stop], **inputs)
             start = stop
         return self
 
@@ -394,6 +394,16 @@ def unwrapped(model: torch.nn.Module) -> Any:
     """The model of transformers in which PEFT has put its layers, or the model itself."""
     get_base_model: Any = getattr(model, "get_base_model", None)
     return model if get_base_model is None else get_base_model()
+
+
+def argument_names(model: torch.nn.Module) -> Iterable[str]:
+    """What the forward of a model takes, below PEFT."""
+    return signature(unwrapped(model).forward).parameters
+
+
+def cache_argument(model: torch.nn.Module, cache: PagedCache) -> dict[str, PagedCache]:
+    """`cache` under the name that the model's forward has for it: transformers has renamed it."""
+    return {"cache" if "cache" in argument_names(model) else "past_key_values": cache}
 
 
 def _row_numbers(indices: torch.Tensor) -> np.ndarray:

@@ -138,6 +138,13 @@ def test_prefill_then_beams(tiny_model: Build, name: str, chunk_size: int | None
     cache.pool.check()
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_prefill_names_the_cache_as_this_transformers_does(tiny_model: Build) -> None:
+    """The old name goes in 5.40; a cache under an unknown name would stay empty."""
+    model, ids = tiny_model("llama"), torch.arange(1, 10)[None]
+    assert PagedCache(config=model.config).prefill(model, ids).get_seq_length() == 8
+
+
 def test_prefill_of_a_ragged_batch(tiny_model: Build) -> None:
     model = tiny_model("llama")
     inputs = ragged_ids([25, 3, 12])

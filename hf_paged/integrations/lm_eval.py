@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from inspect import signature
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from ..cache import PagedCache, unwrapped
+from ..cache import PagedCache, argument_names, cache_argument
 from ..pool import BlockPool, PoolExhausted
 
 # (the texts or None, the context's tokens, the continuation's tokens)
@@ -166,9 +165,9 @@ class PagedHFLM(HFLM):
             ids, is_token = self._padded(read, "right")
             mask = torch.cat([mask[context_of_row, :-1], is_token], 1)
             inputs = {"input_ids": ids, "attention_mask": mask}
-            if "position_ids" in signature(unwrapped(self.model).forward).parameters:
+            if "position_ids" in argument_names(self.model):
                 inputs["position_ids"] = (mask.cumsum(1) - 1)[:, -ids.shape[1] :]
-            logits = self.model(**inputs, past_key_values=cache).logits
+            logits = self.model(**inputs, **cache_argument(self.model, cache)).logits
         return [row[: len(tokens)] for row, tokens in zip(logits, read, strict=True)]
 
     def _model_generate(
