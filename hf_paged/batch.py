@@ -99,7 +99,7 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        return len(self._complete)
+        return len(self.tokens)
 
     @property
     def tokens(self) -> Tokens:
@@ -297,6 +297,8 @@ class Batch:
         Raises:
             PoolExhausted: too few are free; it stays outside.
         """
+        if self.is_freed:
+            self._check_usable()
         if self._outside is not None:
             snapshot, tokens = self._outside
             tables = snapshot.place(self.pool, tokens)

@@ -22,7 +22,7 @@ from transformers import (
 
 from .backends import backend_for, check_backend
 from .batch import Batch
-from .layers import PagedLayer, copy_states, make_layers
+from .layers import PagedLayer, check_crop, copy_states, make_layers
 from .pool import BlockPool
 from .report import CacheReport
 from .snapshot import Snapshot
@@ -158,16 +158,19 @@ class PagedCache(DynamicCache):
 
         Raises:
             ValueError: it is positive, or there are not that many tokens.
-            RuntimeError: a window has moved past the tokens that would be needed again.
+            RuntimeError: a window has moved past the tokens that would be needed again, or a layer
+                keeps states that cannot be rolled back (recurrent ones never can).
         """
         tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes minus the number of tokens to remove, not {tokens_to_remove}."
             )
-        for layer in self._stateful_layers():  # these refuse before they change anything
-            layer.crop(tokens_to_remove)
+        for layer in self._stateful_layers():
+            check_crop(layer, -tokens_to_remove)
         self._batch.crop(-tokens_to_remove)
+        for layer in self._stateful_layers():
+            layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i what row `beam_idx[i]` is now; moves table entries, never K/V."""

@@ -137,6 +137,22 @@ def copy_states(source: Any, target: Any) -> None:
     vars(target).update(copy.deepcopy(states))
 
 
+def check_crop(layer: Any, count: int) -> None:
+    """Raise RuntimeError where the last `count` tokens cannot be taken out of a layer's states."""
+    if not isinstance(layer, LinearAttentionLayer):
+        return
+    if not layer.record_past:
+        raise RuntimeError(
+            "This model has layers that keep recurrent or convolution states; call "
+            "activate_past_recording() before the forward whose tokens will be cropped."
+        )
+    if count and any(layer.is_recurrent_states_initialized.values()):
+        raise RuntimeError(
+            f"Cannot crop {count} tokens: recurrent states cannot be rolled back; fork() the cache "
+            "before such a forward, or reset() it and compute the prompt again."
+        )
+
+
 def make_layers(batch: Batch) -> list[Any]:
     """A paged layer where K/V are cached, transformers' own where a layer keeps other states."""
     pool = batch.pool

@@ -19,6 +19,7 @@ STATEFUL = [
     *filter(is_tested, ("jamba", "lfm2", "zamba", "falcon_h1", "qwen3_next", "deepseek_v32")),
     *filter(is_tested, ("inkling_text", "dory")),
 ]
+RECURRENT = [*filter(is_tested, ("jamba", "qwen3_next", "falcon_h1"))]
 CROPPABLE = ("lfm2", "deepseek_v32")  # convolutions and indexers, but no recurrent states
 
 
@@ -85,6 +86,33 @@ def test_crop(name: str) -> None:
         assert cache.get_seq_length() == 13
         logits.append(step(model, cache, ids[:, 13:]))
     same(logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_recording", "count", "error"),
+    [
+        *((name, True, 2, RuntimeError) for name in RECURRENT),
+        ("lfm2", True, 50, ValueError),
+        ("deepseek_v32", True, 50, ValueError),
+        ("lfm2", False, 2, RuntimeError),
+        ("jamba", False, 0, RuntimeError),
+    ],
+)
+def test_a_refused_crop_changes_nothing(
+    name: str, is_recording: bool, count: int, error: type[Exception]
+) -> None:
+    """Recurrent states cannot be rolled back: K/V that were would go on with the wrong ones."""
+    model = tiny(name, "hf_paged")
+    ids = text_inputs(padding=0)["input_ids"]
+    cache, expected = (PagedCache(config=model.config, block_size=4) for _ in range(2))
+    for each in (cache, expected):
+        if is_recording:
+            each.activate_past_recording()
+        step(model, each, ids[:, :12])
+    with pytest.raises(error, match=r"[Cc]rop"):
+        cache.crop(-count)
+    assert cache.get_seq_length() == 12
+    assert torch.equal(step(model, cache, ids[:, 12:13]), step(model, expected, ids[:, 12:13]))
 
 
 @pytest.mark.parametrize("name", ["jamba", "deepseek_v32"])
