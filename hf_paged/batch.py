@@ -116,6 +116,11 @@ class Batch:
         """Columns of all complete steps."""
         return self.tokens.columns
 
+    def block_table(self, group: int) -> np.ndarray:
+        """int32 [rows, width], the blocks of a layer group; -1 where a row holds none."""
+        self._check_usable()
+        return self.tables.tables[group]
+
     def mask_sizes(self, queries: int, window: int | None) -> tuple[KVLength, int]:
         """(kv_length, kv_offset) for `queries` new columns, as `DynamicCache` would show them."""
         past = self.columns

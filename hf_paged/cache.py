@@ -24,7 +24,7 @@ from .backends import backend_for, check_backend
 from .batch import Batch
 from .layers import PagedLayer, check_crop, copy_states, make_layers
 from .pool import BlockPool
-from .report import CacheReport
+from .report import CacheReport, block_map
 from .snapshot import Snapshot
 from .table import BlockTables, Tokens
 
@@ -122,8 +122,7 @@ class PagedCache(DynamicCache):
     @property
     def block_tables(self) -> list[list[int]]:
         """For each row the physical block of each logical block (full-attention group)."""
-        table = self._batch.tables.tables[0]
-        return [row[row >= 0].tolist() for row in table]
+        return [row[row >= 0].tolist() for row in self._batch.block_table(0)]
 
     @property
     def row_lengths(self) -> list[int]:
@@ -381,6 +380,12 @@ class PagedCache(DynamicCache):
             paged_calls=batch.calls.paged,
             dense_calls=dict(batch.calls.dense),
         )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the block map, and its meaning."""
+        groups, tokens = self.pool.groups, self._batch.tokens
+        tables = [self._batch.block_table(index) for index in range(len(groups))]
+        return block_map(groups, tables, tokens.lengths)
 
     def _device(self) -> torch.device | None:
         for group in self.pool.groups:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from .pool import BlockGroup
+
+# A map shows no more rows, and no more blocks of a row.
+MAP_ROWS, MAP_BLOCKS = 32, 96
+FILLED = "▁▂▃▄▅▆▇█"  # a block by the share of its slots that hold a token
+OWN, SHARED, GIVEN_BACK = "steel_blue1", "orange1", "grey50"
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,44 @@ class CacheReport:
         out = io.StringIO()
         Console(file=out, width=80).print(table)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def block_map(
+    groups: Sequence[BlockGroup], tables: Sequence[np.ndarray], lengths: np.ndarray
+) -> str:
+    """HTML of a line for each row of each layer group, with a character for each of its blocks.
+
+    Args:
+        groups: the layer groups.
+        tables: for each group int32 [rows, width], the blocks; -1 where a row holds none.
+        lengths: int64 [rows], tokens of each row.
+    """
+    console = Console(file=io.StringIO(), record=True, width=MAP_BLOCKS + 40, highlight=False)
+    console.print(
+        f"PagedCache: [{OWN}]█[/] a block of one row, [{SHARED}]█[/] of several, "
+        f"[{GIVEN_BACK}]·[/] given back behind a window"
+    )
+    for group, table in zip(groups, tables, strict=True):
+        console.print(f"{group}, {group.block_size} slots a block")
+        for row, length in enumerate(lengths[:MAP_ROWS]):
+            console.print(Text(f"{row:>4} ") + _blocks_of_row(group, table[row], int(length)))
+        if len(lengths) > MAP_ROWS:
+            console.print(f"     and {len(lengths) - MAP_ROWS} rows more")
+    return console.export_html(code_format="<pre>{code}</pre>", inline_styles=True)
+
+
+def _blocks_of_row(group: BlockGroup, blocks: np.ndarray, length: int) -> Text:
+    text = Text()
+    starts = range(0, length, group.block_size)
+    for start, block in zip(starts[:MAP_BLOCKS], blocks, strict=False):
+        filled = min(length - start, group.block_size)
+        if block < 0:
+            text.append("·", GIVEN_BACK)
+            continue
+        eighths = -(-8 * filled // group.block_size)
+        text.append(FILLED[eighths - 1], SHARED if group.ref_counts[block] > 1 else OWN)
+    more = len(starts) - MAP_BLOCKS
+    return text + Text(f" and {more} more" if more > 0 else "") + Text(f" {length} tokens")
 
 
 def format_bytes(count: float) -> str:

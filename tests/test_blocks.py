@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 import torch
-from conftest import ragged_ids, tiny
+from conftest import ragged_ids, tiny, two_layer_config
 from transformers import LlamaConfig, MistralConfig
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
@@ -189,9 +189,37 @@ def test_context_manager_and_free() -> None:
         cache.fork,
         lambda: cache.crop(0),
         cache.report,
+        cache.restore,
+        cache._repr_html_,
+        lambda: cache.block_tables,
+        lambda: cache.batch_size,
     ):
         with pytest.raises(RuntimeError, match="was freed"):
             use()
+
+
+def test_a_notebook_shows_the_block_map() -> None:
+    cache = PagedCache(config=two_layer_config(window=6), block_size=4)
+
+    def step(tokens: int) -> None:
+        for layer in range(2):
+            cache.update(*torch.rand(2, max(cache.batch_size, 2), 1, tokens, 2), layer)
+
+    step(14)
+    branch = cache.fork()
+    step(5)
+    page = cache._repr_html_()
+    full, window = page.split("full attention")[1].split("window of 6")
+    for part, shared, own in ((full, "███", "█▆"), (window, "█", "█▆")):
+        assert part.count(f">{shared}</span>") == part.count(f">{own}</span> 19 tokens") == 2
+    assert window.count(">··</span>") == 2
+    branch.free()
+    assert ">███</span>" not in cache._repr_html_()
+    cache.batch_repeat_interleave(20)
+    step(400)
+    page = cache._repr_html_()
+    assert page.count("and 9 more 419 tokens") == 2 * 32
+    assert page.count("and 8 rows more") == 2
 
 
 def test_reset_starts_over() -> None:
