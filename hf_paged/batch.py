@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -84,7 +85,7 @@ class Batch:
         self._freed_rows: np.ndarray | None = None  # bool [rows], if there are any
         self.calls = Calls()
         self.is_freed = False
-        self._is_torn = False  # whether a roll-back has left other states than K/V ahead
+        self._is_torn = False  # whether other states than K/V are not those of the K/V
         self._behind: set[int] = set()  # layers that the step under way has not updated yet
         self._before = self.tables.tokens  # what was there before the step under way
         self._has_failed = False  # whether that can only be rolled back any more
@@ -254,7 +255,8 @@ class Batch:
         self._settle()
         if not self.rows:
             return
-        self._replace_tables(rows)
+        with self._tearing():
+            self._replace_tables(rows)
         self._end_step()
 
     @_exclusive
@@ -281,9 +283,11 @@ class Batch:
         if not 0 <= columns <= self.columns:
             raise ValueError(f"Cannot crop {columns} tokens of a cache that holds {self.columns}.")
         if columns:
-            self.tables.truncate(self.columns - columns)
+            remaining = self.columns - columns
+            with self._tearing():
+                self.tables.truncate(remaining)
             if self._known is not None:
-                self._known = min(self._known, self.columns)
+                self._known = min(self._known, remaining)
         self.tables.drop_outside_windows()
         self._end_step()
 
@@ -325,7 +329,8 @@ class Batch:
         """Give all blocks back; the batch is as new."""
         if self.is_freed:
             self._check_usable()
-        self._clear(for_good=False)
+        with self._tearing():
+            self._clear(for_good=False)
 
     def free(self) -> None:
         """Give all blocks back for good."""
@@ -341,7 +346,7 @@ class Batch:
         self.tables, self.is_freed, self._outside = tables, for_good, None
         old.release()
         self._known = self._freed_rows = self._blamed = None
-        self._is_torn = self.may_hold_padding = False
+        self.may_hold_padding = False
 
     def _begin_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Step:
         rows, columns = keys.shape[0], keys.shape[2]
@@ -466,6 +471,20 @@ class Batch:
             "DynamicCache)."
         )
 
+    @contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """K/V become others than those that other states belong to, unless it is refused."""
+        self._is_torn = bool(self.pool.stateful_layers)
+        try:
+            yield
+        except Exception:
+            self._is_torn = False
+            raise
+
+    def rejoin(self) -> None:
+        """Note that all other states have followed what `select`, `crop` or `reset` did."""
+        self._is_torn = False
+
     def _roll_back(self, step: Step) -> None:
         self._is_torn = bool(self.pool.stateful_layers)
         rows, columns = len(self._before), step.before.columns
@@ -535,8 +554,8 @@ class Batch:
             raise RuntimeError("This PagedCache was moved out of its pool; restore() it first.")
         if self._is_torn:
             raise RuntimeError(
-                f"A forward has failed, and layers {self.pool.stateful_layers} keep states that "
-                "cannot be rolled back as K/V can; reset() the cache."
+                f"A forward or a move was cut short, and layers {self.pool.stateful_layers} keep "
+                "states that cannot be rolled back as K/V can; reset() the cache."
             )
 
 

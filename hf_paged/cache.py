@@ -170,6 +170,7 @@ class PagedCache(DynamicCache):
         self._batch.crop(-tokens_to_remove)
         for layer in self._stateful_layers():
             layer.crop(tokens_to_remove)
+        self._batch.rejoin()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i what row `beam_idx[i]` is now; moves table entries, never K/V."""
@@ -182,6 +183,7 @@ class PagedCache(DynamicCache):
         self._batch.select(rows)
         for layer in self._stateful_layers():
             _select_states(layer, rows)
+        self._batch.rejoin()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make each row `repeats` rows, one after the other, that share every block."""
@@ -192,6 +194,7 @@ class PagedCache(DynamicCache):
         self._batch.reset()
         for layer in self._stateful_layers():
             layer.reset()
+        self._batch.rejoin()
 
     def fork(self, n: int = 1) -> PagedCache:
         """A new cache that shares every block; its rows are these rows, each n times in a row."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
 
@@ -193,6 +194,38 @@ def test_a_failed_first_forward_can_be_tried_again() -> None:
         step(model, cache, ids)
     hook.remove()
     assert torch.equal(step(model, cache, ids), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "move"),
+    [
+        *(("falcon_h1", move) for move in (*MOVES, "reset")),
+        ("lfm2", "crop"),  # recurrent states are never cropped
+    ],
+)
+def test_a_move_that_is_cut_short_is_noticed(
+    name: str, move: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when the K/V have moved, and the other states have not yet."""
+    moves = MOVES | {"crop": lambda cache: cache.crop(-2), "reset": lambda cache: cache.reset()}
+    model = tiny(name, "hf_paged")
+    ids = text_inputs(padding=0)["input_ids"]
+    cache = PagedCache(config=model.config, block_size=4)
+    cache.activate_past_recording()
+    step(model, cache, ids)
+    with monkeypatch.context() as patch:
+        for method in ("reorder_cache", "crop", "reset"):
+            patch.setattr(LinearAttentionLayer, method, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            moves[move](cache)
+    with pytest.raises(RuntimeError, match="reset"):
+        step(model, cache, ids[:, :1])
+    cache.reset()
+    expected = step(model, PagedCache(config=model.config, block_size=4), ids)
+    assert torch.equal(step(model, cache, ids), expected)
+    with pytest.raises(IndexError):
+        cache.batch_select_indices(torch.tensor([9]))
+    step(model, cache, ids[:, :1])  # what was refused has changed nothing
 
 
 def interrupt(*args: Any) -> None:
