@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-import hf_paged  # noqa: F401  (registers the attention implementation)
 from examples import small_model
+from hf_paged import BlockPool, PagedCache  # registers the attention implementation
 
 # Tiny models lose by a second one, and tests run in several processes; test_attention.py has two.
 torch.set_num_threads(1)
@@ -77,6 +77,21 @@ def two_layer_config(window: int) -> Gemma3TextConfig:
         sliding_window=window,
         layer_types=[FULL, SLIDING],
     )
+
+
+def check_used(pool: BlockPool, caches: Iterable[PagedCache]) -> None:
+    """Raise AssertionError unless the blocks that these hold, all caches of the pool, are those
+    that it says are used. With several layer groups these may be more: what is known of a block's
+    tokens is evicted in all groups at once, so it stays while one of them has it in use."""
+    tables = [cache._batch.tables for cache in caches]
+    for index, (group, evictable) in enumerate(
+        zip(pool.groups, pool.index.evictable(), strict=True)
+    ):
+        held = {int(block) for table in tables for block in table.held(index)}
+        used = group.num_used - evictable
+        assert used == len(held) or (used > len(held) and len(pool.groups) > 1), (
+            f"{group}: caches hold {len(held)} blocks, the pool says that {used} are used"
+        )
 
 
 @pytest.fixture(scope="session")

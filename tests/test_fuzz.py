@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from conftest import FULL, SLIDING, tiny
+from conftest import FULL, SLIDING, check_used, tiny
 from fuzz_reference import (
     PAD,
     ROOT,
@@ -666,7 +666,7 @@ class Fuzz(RuleBasedStateMachine):
             return
         pool = self.pool
         pool.check()
-        assert pool.num_free + pool.num_used + pool.num_evictable == pool.num_blocks
+        check_used(pool, [tracked.cache for tracked in self.caches])
         for tracked in self._usable():
             check_cache(tracked, self.reference)
             if tracked.is_torn:  # nothing but the same step may follow

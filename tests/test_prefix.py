@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ragged_ids, tiny, two_layer_config
+from conftest import check_used, ragged_ids, tiny, two_layer_config
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -953,7 +953,7 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         pool = self.pool
         pool.check()
-        assert pool.num_free + pool.num_used + pool.num_evictable == pool.num_blocks
+        check_used(pool, [cache for cache, _ in self.caches])
         for cache, ids in self.caches:
             assert cache.get_seq_length() == len(ids)
             if ids:
