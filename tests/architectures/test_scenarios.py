@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_paged import PagedCache
 
-from .compare import TOLERANCE, Inputs, generate, text_inputs
+from .compare import TOLERANCE, Inputs, generate, same_logits, text_inputs
 from .test_causal import tiny
 
 ARCHITECTURES = (
@@ -43,12 +43,6 @@ def run(model: PreTrainedModel, inputs: Inputs, cache: PagedCache | None = None,
     out = generate(model, cache, inputs, **kw)
     cache.pool.check()
     return out
-
-
-def same_logits(mine: Any, theirs: Any) -> None:
-    torch.testing.assert_close(
-        torch.stack(mine.logits), torch.stack(theirs.logits), atol=TOLERANCE, rtol=0
-    )
 
 
 def test_continue_from_past_key_values(model: PreTrainedModel) -> None:
