@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from conftest import TINY, ragged_ids, tiny
+from packaging.version import Version
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged import PagedCache
@@ -119,30 +121,100 @@ def test_a_later_token_leaves_earlier_logits_alone(tiny_model: Build) -> None:
     assert not torch.equal(a[:, 15:], b[:, 15:])
 
 
-def test_custom_4d_mask_takes_the_dense_path(tiny_model: Build) -> None:
-    """A tree of two branches behind a shared trunk, as speculative decoding verifies it."""
-    model = tiny_model("llama")
-    ids = ragged_ids([10])["input_ids"]
-    mask = torch.ones(10, 10, dtype=torch.bool).tril()
-    mask[8:, 6:8] = False  # columns 8, 9 are a branch that does not see columns 6, 7
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 6, 7]])
+def under_a_mask(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cut: int
+) -> torch.Tensor:
+    """Logits of a PagedCache under a 4-D mask, in two steps; those of a DynamicCache are equal."""
     outs = []
     for attention, cache in (
         ("sdpa", DynamicCache(config=model.config)),
         ("hf_paged", PagedCache(config=model.config, block_size=4)),
     ):
         model.set_attn_implementation(attention)
-        with torch.no_grad():
-            model(input_ids=ids[:, :6], position_ids=positions[:, :6], past_key_values=cache)
-            out = model(
-                input_ids=ids[:, 6:],
-                attention_mask=mask[None, None, 6:],
-                position_ids=positions[:, 6:],
-                past_key_values=cache,
-            )
-        outs.append(out.logits)
+        logits = []
+        for start, stop in ((0, cut), (cut, ids.shape[1])):
+            with torch.no_grad():
+                out = model(
+                    input_ids=ids[:, start:stop],
+                    attention_mask=mask[:, :, start:stop, :stop],
+                    position_ids=positions[:, start:stop],
+                    past_key_values=cache,
+                )
+            logits.append(out.logits)
+        outs.append(torch.cat(logits, 1))
     torch.testing.assert_close(outs[1], outs[0], atol=1e-4, rtol=1e-4)
-    assert sum(cache.report().dense_calls.values()) == 4
+    assert sum(cache.report().dense_calls.values()) == 2 * model.config.num_hidden_layers
+    return outs[1]
+
+
+def test_custom_4d_mask_takes_the_dense_path(tiny_model: Build) -> None:
+    """A tree of two branches behind a shared trunk, as speculative decoding verifies it."""
+    model = tiny_model("llama")
+    ids = ragged_ids([10])["input_ids"]
+    mask = torch.ones(1, 1, 10, 10, dtype=torch.bool).tril()
+    mask[..., 8:, 6:8] = False  # columns 8, 9 are a branch that does not see columns 6, 7
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 6, 7]])
+    found = under_a_mask(model, ids, mask, positions, cut=6)
+    branch = torch.tensor([0, 1, 2, 3, 4, 5, 8, 9])
+    alone = model(input_ids=ids[:, branch], use_cache=False).logits
+    torch.testing.assert_close(found[:, branch], alone, atol=1e-4, rtol=1e-4)
+
+
+PACKED = [[4, 6, 3], [7, 2, 4]]  # the lengths of the sequences in each row
+# Where transformers mixes them: its masks are not told the positions; its chunks are the row's.
+MIXED_UP = {"gpt_oss"} | (
+    {"llama4_text"} if Version(transformers.__version__) < Version("5.24") else set()
+)
+
+
+def packed_positions() -> torch.Tensor:
+    return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in PACKED])
+
+
+def packed_alone(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of each packed sequence by itself, where it is in its row."""
+    with torch.no_grad():
+        rows = [
+            [model(input_ids=part[None], use_cache=False).logits for part in row.split(lengths)]
+            for row, lengths in zip(ids, PACKED, strict=True)
+        ]
+    return torch.cat([torch.cat(row, 1) for row in rows])
+
+
+@pytest.mark.parametrize("cut", [5, 12])
+def test_packed_sequences_under_a_mask_stay_apart(tiny_model: Build, cut: int) -> None:
+    """The step goes on within a sequence, with many tokens or with one."""
+    model = tiny_model("llama")
+    ids = ragged_ids([13, 13])["input_ids"]
+    blocks = [torch.block_diag(*[torch.ones(n, n) for n in lengths]) for lengths in PACKED]
+    mask = torch.stack(blocks)[:, None].bool().tril()
+    found = under_a_mask(model, ids, mask, packed_positions(), cut)
+    torch.testing.assert_close(found, packed_alone(model, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_packed_sequences_by_their_positions(tiny_model: Build, name: str) -> None:
+    """transformers tells them apart without a cache; to any cache of its a row is one sequence."""
+    model = tiny_model(name)
+    ids, positions = ragged_ids([13, 13])["input_ids"], packed_positions()
+
+    def logits(attention: str, cache: object) -> torch.Tensor:
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            return model(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            ).logits
+
+    apart = logits("eager", None)
+    torch.testing.assert_close(logits("hf_paged", None), apart, atol=1e-4, rtol=1e-4)
+    if name not in MIXED_UP:
+        torch.testing.assert_close(packed_alone(model, ids), apart, atol=1e-4, rtol=1e-4)
+    whole = logits("eager", DynamicCache(config=model.config))
+    found = logits("hf_paged", PagedCache(config=model.config, block_size=4))
+    torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4)
 
 
 def test_masked_past_takes_the_dense_path(tiny_model: Build) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged import PagedCache
 
-from .compare import TOLERANCE, Inputs, generate, text_inputs
+from .compare import TOLERANCE, Inputs, generate, same_logits, text_inputs
 from .test_causal import tiny
 
 ARCHITECTURES = (
@@ -45,12 +45,6 @@ def run(model: PreTrainedModel, inputs: Inputs, cache: PagedCache | None = None,
     return out
 
 
-def same_logits(mine: Any, theirs: Any) -> None:
-    torch.testing.assert_close(
-        torch.stack(mine.logits), torch.stack(theirs.logits), atol=TOLERANCE, rtol=0
-    )
-
-
 def test_continue_from_past_key_values(model: PreTrainedModel) -> None:
     """Three tokens and then five on the same cache are the eight of one call."""
     inputs = text_inputs()
@@ -63,16 +57,35 @@ def test_continue_from_past_key_values(model: PreTrainedModel) -> None:
     assert torch.equal(second.sequences, whole.sequences)
 
 
-def test_continue_from_inputs_embeds(model: PreTrainedModel) -> None:
-    """Embeddings of the prompt give what its ids give, at first and on a cache."""
+def test_start_from_inputs_embeds(model: PreTrainedModel) -> None:
+    """Embeddings of the prompt give what its ids give."""
     inputs = text_inputs()
-    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
     expected = run(model, inputs, max_new_tokens=8)
-    cache = PagedCache(config=model.config, block_size=4)
-    with_embeds = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
-    found = run(model, with_embeds, cache, max_new_tokens=8)
+    found = run(model, embedded(model, inputs), max_new_tokens=8)
     same_logits(found, expected)
     assert torch.equal(found.sequences, expected.sequences[:, -8:])
+
+
+def test_continue_from_inputs_embeds(model: PreTrainedModel) -> None:
+    """Embeddings of all tokens, on a cache that holds most, give what their ids give anew."""
+    inputs, turn = text_inputs(), text_inputs(width=4, padding=0)["input_ids"]
+    continued = []
+    for cache in (PagedCache(config=model.config, block_size=4), DynamicCache(config=model.config)):
+        first = generate(model, cache, inputs, max_new_tokens=3)
+        ids = torch.cat([first.sequences, turn], dim=1)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3 + turn.shape[1]), value=1)
+        rest = {"input_ids": ids, "attention_mask": mask}
+        continued.append(generate(model, cache, embedded(model, rest), max_new_tokens=5))
+    found, theirs = continued
+    same_logits(found, theirs)
+    expected = run(model, rest, max_new_tokens=5)
+    same_logits(found, expected)
+    assert torch.equal(found.sequences, expected.sequences[:, -5:])
+
+
+def embedded(model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    return {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
 
 
 def test_assisted_decoding_matches_greedy(model: PreTrainedModel) -> None:
