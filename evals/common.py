@@ -39,7 +39,8 @@ def machine_facts() -> dict[str, Any]:
     """What a reader needs to repeat a measurement."""
     return {
         "command": _command(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -77,6 +78,16 @@ def _command() -> str:
         at = arguments.index("--out")
         del arguments[at : at + 2]
     return " ".join([f"python -m evals.{Path(script).stem}", *arguments])
+
+
+def _processor() -> str:
+    """The processor's model where Linux names it, elsewhere what Python knows of it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -369,6 +369,7 @@ def plot(few: list[dict[str, Any]], turns: list[dict[str, Any]], path: Path) -> 
 
 
 def main(arguments: argparse.Namespace) -> None:
+    torch.manual_seed(0)
     quick = arguments.quick
     model, tokenizer = small_model.load()
     prefix, questions = few_shot_prompts(tokenizer, *((400, 6) if quick else (1000, 32)))
