@@ -85,11 +85,20 @@ class Setting:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """For K/V in fewer bits those ways that write, move and read them differently."""
+        """For K/V in fewer bits those that write, move and read them differently.
+
+        All faults are put into one of these.
+        """
         return tuple(WAYS) if self.kv_dtype is None else STORING
 
 
-STORING = ("chunked prefill", "offloaded, restored", "evicted, reloaded", "ragged batch")
+STORING = (
+    "chunked prefill",
+    "prefix hit",
+    "offloaded, restored",
+    "evicted, reloaded",
+    "ragged batch",
+)
 # float32 first, as the model is loaded in it and then converted.
 SETTINGS = [
     Setting(torch.float32),
