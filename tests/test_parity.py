@@ -155,6 +155,7 @@ def test_it_passes_and_says_what_was_run(folder: Path, tmp_path: Path) -> None:
     assert results["machine"]["text"] == str(folder / "text")
     assert len(results[parity.CONTROLS]) == len(FAULTS)
     assert "offloaded, restored" in (tmp_path / "parity.md").read_text()
+    assert (tmp_path / "parity.png").stat().st_size > 0
 
 
 @pytest.mark.usefixtures("few")
