@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from argparse import Namespace
@@ -12,7 +13,7 @@ import pytest
 from conftest import tiny
 from transformers import PreTrainedModel
 
-from evals import memory, report
+from evals import memory, prefix_reuse, report
 from evals.common import machine_facts, write_results
 
 TOKEN = 2 * 4 * 2 * 16 * 4  # bytes of K and V in a tiny model
@@ -98,6 +99,33 @@ def test_waste_above_the_goal_is_said():
     assert list(memory.missed({"4 prompts of 256 tokens": [good], "4 beams": [bad]})) == []
     [sentence] = memory.missed({"4 prompts of 256 tokens": [good, bad]})
     assert "5.0%" in sentence
+
+
+def test_goals_of_reuse_that_are_missed_are_said():
+    dynamic, copies = ({"case": "a", "questions/s": x, "K/V MiB": 1500.0} for x in (0.5, 2.0))
+    index = {"case": "index", "questions/s": 2.5, "K/V MiB": 90.0, "index %": 0.4, "x": 9.0}
+    known = {"case": "tree", "match ms": 0.7}
+
+    def missed(**worse: float) -> list[str]:
+        one = {name: worse.get(name, value) for name, value in index.items()}
+        tree = {name: worse.get(name, value) for name, value in known.items()}
+        return list(prefix_reuse.missed([dynamic, copies, one], [dynamic, one], [one], [tree]))
+
+    assert missed() == []
+    for goal, value, said in [
+        ("x", 4.9, "4.9 times"),
+        ("questions/s", 1.9, "not faster"),
+        ("K/V MiB", 500.0, "33%"),
+        ("index %", 1.2, "1.20%"),
+        ("match ms", 2.1, "2.1 ms"),
+    ]:
+        sentences = missed(**{goal: value})
+        assert sentences
+        assert all(said in sentence for sentence in sentences)
+        assert missed(**{goal: math.nan})
+    same, other = ({"case": name, "equal": name == "same"} for name in ("same", "other"))
+    [sentence] = prefix_reuse.differing([same], [same, other])
+    assert sentence.startswith("other:")
 
 
 def test_the_report_collects_new_results_and_old_ones(tmp_path, monkeypatch, capsys):
