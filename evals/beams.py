@@ -114,6 +114,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    torch.manual_seed(0)
     model, tokenizer = small_model.load()
     text = small_model.sample_text()[:30000]
     ids = tokenizer(text, return_tensors="pt").input_ids

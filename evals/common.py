@@ -39,7 +39,8 @@ def machine_facts() -> dict[str, Any]:
     """What a reader needs to repeat a measurement."""
     return {
         "command": _command(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -54,7 +55,10 @@ def machine_facts() -> dict[str, Any]:
 def write_results(
     folder: Path, name: str, title: str, facts: dict[str, Any], results: dict[str, Rows]
 ) -> None:
-    """Write `name`.json and .md to a folder and print the tables."""
+    """Write `name`.json and .md to a folder and print the tables.
+
+    A row's lists, as what there was at each step, are in the .json only.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({"machine": facts, **results}, indent=1) + "\n")
     (folder / f"{name}.md").write_text(f"# {title}\n\n{markdown(facts, results)}")
@@ -79,20 +83,41 @@ def _command() -> str:
     return " ".join([f"python -m evals.{Path(script).stem}", *arguments])
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()]
+def _processor() -> str:
+    """The processor's model where Linux names it, elsewhere what Python knows of it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def _columns(rows: Rows) -> list[str]:
+    return [name for name, value in rows[0].items() if not isinstance(value, list)]
+
+
+def _cells(row: dict[str, Any], columns: list[str]) -> list[str]:
+    return [_cell(row[name]) for name in columns]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _table(title: str, rows: Rows) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
+    table, columns = Table(title=title, title_justify="left"), _columns(rows)
+    for name in columns:
         table.add_column(name, justify="left" if name == "case" else "right")
     for row in rows:
-        table.add_row(*_cells(row))
+        table.add_row(*_cells(row, columns))
     return table
 
 
 def _markdown(marks: str, title: str, rows: Rows) -> str:
-    lines = [f"{marks} {title}", "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    columns = _columns(rows)
+    lines = [f"{marks} {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_cells(row, columns)) + " |" for row in rows]
     return "\n".join(lines) + "\n"

@@ -6,7 +6,8 @@
 The same generate runs with each cache, and after each step what the cache holds is counted: K and
 V, and what a quantized cache keeps besides. A slot is room for one token of one row; waste is the
 share of the slots that hold no token of a row that goes on. Writes memory.json, .md and .png to
-evals/results/ (or --out); the exit status is 1 where a goal is missed.
+evals/results/ (or --out), the bytes and blocks of every step to the .json; the exit status is 1
+where a goal is missed.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ GOALS = [  # words of a table's heading, its row, the column that is to be below
 ]
 RAGGED = [256, 800, 300, 410, 512, 275, 640, 350]
 THREE = [(37, 90), (180, 20), (410, 128)]  # tokens of a prompt and of its answer
+SIX_BLOCKS = [(25, 1), (47, 1), (12, 1)]  # as many tokens as are in 2, 3 and 1 blocks of 16
 MAX_LENGTH = 2048  # what a contiguous cache reserves where it does not know how long answers get
 SEED = 0
 
@@ -61,6 +63,7 @@ class Held(NamedTuple):
     bytes: int
     slots: int
     tokens: int  # of rows that go on; one that several rows share counts once
+    blocks: int | None = None  # of a PagedCache
 
     @property
     def waste(self) -> float:
@@ -84,7 +87,8 @@ class Watch(StoppingCriteria):
         made = len(self.steps)  # tokens of each answer that are in the cache
         if isinstance(self.cache, PagedCache):
             report = self.cache.report()
-            held = Held(report.bytes, report.slots, report.slots - report.wasted_slots)
+            tokens = report.slots - report.wasted_slots
+            held = Held(report.bytes, report.slots, tokens, report.blocks)
         else:
             answers = self.answers or [made + 1] * len(self.prompts)
             tokens = sum(
@@ -207,9 +211,11 @@ def compared(
                 "MiB after the prompt": held[0].bytes / MIB,
                 "MiB at the end": held[-1].bytes / MIB,
                 "of DynamicCache": held[-1].bytes / steps["DynamicCache"][-1].bytes,
+                "blocks at the end": held[-1].blocks,
                 "slots at the end": held[-1].slots,
                 "waste, mean": statistics.fmean(step.waste for step in held),
                 "waste, most": max(step.waste for step in held),
+                **by_step(held),
             }
         )
     return rows, steps
@@ -256,13 +262,23 @@ def three_requests(
         rows.append(
             {
                 "case": name,
+                "blocks, most": max((step.blocks for step in held if step.blocks), default=None),
                 "slots, most": max(step.slots for step in held),
                 "MiB, most": max(step.bytes for step in held) / MIB,
                 "waste, mean": statistics.fmean(step.waste for step in held),
                 "useful, mean": 1 - statistics.fmean(step.waste for step in held),
+                **by_step(held),
             }
         )
     return rows, steps
+
+
+def by_step(held: list[Held]) -> dict[str, list[int | None]]:
+    """What was held after each step, for the .json."""
+    return {
+        "bytes by step": [step.bytes for step in held],
+        "blocks by step": [step.blocks for step in held],
+    }
 
 
 def ragged_batches(block_size: int, batches: int, rows: int, new: int) -> dict[str, Any]:
@@ -341,6 +357,8 @@ def main(arguments: argparse.Namespace) -> int:
         results[case.name], curves[case.name] = compared(model, tokenizer, case)
     name = "Three requests, of which each may come to the longest"
     results[name], curves[name] = three_requests(model, tokenizer, THREE, MAX_LENGTH)
+    name = "Three requests of 25, 47 and 12 tokens"
+    results[name], _ = three_requests(model, tokenizer, SIX_BLOCKS, MAX_LENGTH)
     batches = (4, 8, 8) if quick else (32, 16, 32)
     results[f"{batches[0]} random batches of {batches[1]} rows of 256 to 2,048 tokens"] = [
         ragged_batches(size, *batches) for size in tqdm((8, 16, 32, 64), unit="block size")

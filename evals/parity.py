@@ -8,7 +8,7 @@
 The text is teacher-forced through each cache in every way of `evals/ways.py`: the same forwards on
 the same tokens, so that only the cache and its attention differ. Faults that are put into a
 PagedCache on purpose (negative controls) go the same way through the same gates, every time. The
-exit status is 1 if a way fails a gate or a fault passes all. Writes parity.json and .md to
+exit status is 1 if a way fails a gate or a fault passes all. Writes parity.json, .md and .png to
 evals/results/ (or --out).
 
 The reference is DynamicCache with sdpa. In float32 the gates are a largest difference of 1e-4
@@ -46,6 +46,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -55,6 +56,9 @@ from evals.common import Rows, machine_facts, write_results
 from evals.ways import FAULTS, WAYS, Caches, PagedCaches, Scores, Text
 from examples import small_model
 from hf_paged.backends import backend_for
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 CONTROLS = "Faults put in on purpose: each must fail a gate"
 MAX_LOG_PROB = 1e-4  # between two log-probabilities of a model in float32
@@ -85,11 +89,20 @@ class Setting:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """For K/V in fewer bits those ways that write, move and read them differently."""
+        """For K/V in fewer bits those that write, move and read them differently.
+
+        All faults are put into one of these.
+        """
         return tuple(WAYS) if self.kv_dtype is None else STORING
 
 
-STORING = ("chunked prefill", "offloaded, restored", "evicted, reloaded", "ragged batch")
+STORING = (
+    "chunked prefill",
+    "prefix hit",
+    "offloaded, restored",
+    "evicted, reloaded",
+    "ragged batch",
+)
 # float32 first, as the model is loaded in it and then converted.
 SETTINGS = [
     Setting(torch.float32),
@@ -281,6 +294,27 @@ def read(arguments: argparse.Namespace) -> str:
     return "\n".join(row[arguments.column] for row in itertools.islice(rows, 10_000))
 
 
+def plot(results: dict[str, Rows], path: Path) -> None:
+    """A panel a setting: what is gated of each cache on each way, and the noise floor."""
+    figure, axes = plt.subplots(1, len(SETTINGS), figsize=(5 * len(SETTINGS), 5), squeeze=False)
+    for axis, setting in zip(axes[0], SETTINGS, strict=True):
+        column = "max log-prob" if setting.is_exact else "KL"
+        for table, rows in results.items():
+            of, _, kind = table.partition(": ")
+            if of == str(setting):
+                ways, values = zip(*((row["case"], row[column]) for row in rows), strict=True)
+                axis.plot(ways, values, "o", alpha=0.7, label=kind)
+        if setting.is_exact:
+            axis.axhline(MAX_LOG_PROB, color="grey", label="gate")
+        axis.set_yscale("log")
+        axis.set_title(str(setting), fontsize="medium")
+        axis.set_ylabel("largest difference of log-probs" if setting.is_exact else "mean KL, nats")
+        axis.tick_params(axis="x", rotation=90)
+        axis.legend(fontsize="x-small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -309,6 +343,7 @@ def main(arguments: argparse.Namespace) -> int:
         "windows": f"{rows} of {columns} tokens",
     }
     write_results(arguments.out, "parity", "PagedCache against DynamicCache", facts, results)
+    plot(results, arguments.out / "parity.png")
     wrong = [
         f"{table}, {row['case']}: {row['failed'] or 'not caught'}"
         for table, found in results.items()

@@ -5,13 +5,15 @@
 
 Every way answers a question in turn, with the same generate (greedy, as many new tokens), and the
 answers must be equal. Tokens are counted by a hook on the model. Writes prefix_reuse.json, .md and
-.png to evals/results/ (or --out).
+.png to evals/results/ (or --out); the exit status is 1 where answers differ or a goal is missed.
+Goals are for the whole run only: with --quick there is less to reuse.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import random
 import statistics
 import sys
@@ -32,13 +34,17 @@ import small_model
 from chat import next_prompt
 
 from evals.beams import Clock
-from evals.common import alternate, machine_facts, write_results
+from evals.common import Rows, alternate, machine_facts, write_results
 from hf_paged import BlockPool, PagedCache
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 MIB = 2**20
+BATCHES_GOAL = 5  # times the questions/s of DynamicCache, in batches
+COPIES_GOAL = 0.1  # of the K/V bytes that deep copies keep
+INDEX_GOAL = 1  # percent of the time
+MATCH_GOAL = 2  # ms
 MESSAGES = [  # of the chat
     "Hello! I would like to learn about the sea.",
     "Why is it salty?",
@@ -232,7 +238,7 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     )
 
 
-def few_shot(model: Any, prefix: list[int], questions: list, new: int) -> list[dict[str, Any]]:
+def few_shot(model: Any, prefix: list[int], questions: list, new: int) -> Rows:
     """One question at a time, each way in turn."""
     prompts = [prefix + question for question in questions]
     longest = -(-(max(map(len, prompts)) + new) // 16)
@@ -248,9 +254,7 @@ def few_shot(model: Any, prefix: list[int], questions: list, new: int) -> list[d
     return [trial.row(trials[0]) for trial in trials]
 
 
-def batched(
-    model: Any, prefix: list[int], questions: list, new: int, rows: int
-) -> list[dict[str, Any]]:
+def batched(model: Any, prefix: list[int], questions: list, new: int, rows: int) -> Rows:
     """Ragged batches as pool.batches makes them, the first question alone so that all know it."""
     prompts = [prefix + question for question in questions]
     longest = -(-(max(map(len, prompts)) + new) // 16)
@@ -266,13 +270,14 @@ def batched(
     return [trial.row(trials[0]) for trial in trials]
 
 
-def chat(model: Any, tokenizer: Any, messages: list[str], new: int) -> list[dict[str, Any]]:
+def chat(model: Any, tokenizer: Any, messages: list[str], new: int) -> Rows:
     """A turn a row, against the whole history computed again."""
     index = Index(model, 64 * (len(messages) + 1))
     dynamic, paged = (Trial(way, new) for way in (Recompute(model), index))
     rows, history = [], []
     for number, message in enumerate(tqdm(messages, desc="chat", unit="turn", leave=False), 1):
         prompt, before = next_prompt(tokenizer, history, message), index.index_seconds
+        known = index.pool.stats()["matched_tokens"]
         expected, found = (trial.run(inputs_of(prompt))[0].tolist() for trial in (dynamic, paged))
         # A turn's last token goes through the model at the beginning of the next one.
         fresh = len(found) - len(history) - (not history)
@@ -282,6 +287,7 @@ def chat(model: Any, tokenizer: Any, messages: list[str], new: int) -> list[dict
                 "case": f"turn {number}",
                 "equal": found == expected,
                 "prompt": len(prompt),
+                "hit rate": (index.pool.stats()["matched_tokens"] - known) / len(prompt),
                 "forwarded": paged.forwarded[-1],
                 "dynamic forwarded": dynamic.forwarded[-1],
                 "first token ms": paged.first[-1] * 1e3,
@@ -291,10 +297,12 @@ def chat(model: Any, tokenizer: Any, messages: list[str], new: int) -> list[dict
             }
         )
         history = found
+    prompts = sum(row["prompt"] for row in rows)
     total = {
         "case": "all turns",
         "equal": all(row["equal"] for row in rows),
-        "prompt": sum(row["prompt"] for row in rows),
+        "prompt": prompts,
+        "hit rate": index.pool.stats()["matched_tokens"] / prompts,
         "forwarded": sum(paged.forwarded),
         "dynamic forwarded": sum(dynamic.forwarded),
         "first token ms": sum(paged.first) * 1e3,
@@ -352,7 +360,32 @@ def match_and_free(pool: BlockPool, ids: torch.Tensor) -> None:
     pool.match_prefix(ids).free()
 
 
-def plot(few: list[dict[str, Any]], turns: list[dict[str, Any]], path: Path) -> None:
+def differing(*tables: Rows) -> Iterator[str]:
+    """A sentence for each row whose answers are not those of DynamicCache."""
+    for row in itertools.chain(*tables):
+        if not row["equal"]:
+            yield f"{row['case']}: other answers than with DynamicCache."
+
+
+def missed(few: Rows, batches: Rows, turns: Rows, trees: Rows) -> Iterator[str]:
+    """A sentence for each goal that is missed."""
+    _, copies, index = few
+    if not batches[-1]["x"] >= BATCHES_GOAL:
+        yield f"In batches {batches[-1]['x']:.1f} times DynamicCache, the goal is {BATCHES_GOAL}."
+    if not index["questions/s"] > copies["questions/s"]:
+        yield "One at a time the index is not faster than deep copies."
+    if not index["K/V MiB"] <= COPIES_GOAL * copies["K/V MiB"]:
+        share = index["K/V MiB"] / copies["K/V MiB"]
+        yield f"The index keeps {share:.0%} of the deep copies' K/V, the goal is {COPIES_GOAL:.0%}."
+    for row in (index, batches[-1], turns[-1]):
+        if not row["index %"] < INDEX_GOAL:
+            yield f"{row['case']}: {row['index %']:.2f}% is index work, the goal is {INDEX_GOAL}%."
+    for row in trees:
+        if not row["match ms"] < MATCH_GOAL:
+            yield f"{row['case']}: matched in {row['match ms']:.1f} ms, the goal is {MATCH_GOAL}."
+
+
+def plot(few: Rows, turns: Rows, path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     axes[0].bar([row["case"] for row in few], [row["questions/s"] for row in few])
     axes[0].set_ylabel("questions/s")
@@ -368,7 +401,8 @@ def plot(few: list[dict[str, Any]], turns: list[dict[str, Any]], path: Path) -> 
     figure.savefig(path, dpi=120)
 
 
-def main(arguments: argparse.Namespace) -> None:
+def main(arguments: argparse.Namespace) -> int:
+    torch.manual_seed(0)
     quick = arguments.quick
     model, tokenizer = small_model.load()
     prefix, questions = few_shot_prompts(tokenizer, *((400, 6) if quick else (1000, 32)))
@@ -376,26 +410,34 @@ def main(arguments: argparse.Namespace) -> None:
         Trial(way, 2).run(inputs_of(prefix[:32]))
     new, rows = 4, 3 if quick else 8
     few = few_shot(model, prefix, questions, new)
+    batches = batched(model, prefix, questions, new, rows)
     turns = chat(model, tokenizer, MESSAGES[:4] if quick else MESSAGES, 8 if quick else 24)
+    known = list(trees(8192, 1000, 30))
     results = {
         f"{len(questions)} questions on {len(prefix)} tokens, one at a time": few,
-        f"The same in batches of {rows}": batched(model, prefix, questions, new, rows),
+        f"The same in batches of {rows}": batches,
         "A chat, against the history computed again": turns,
-        "The index alone": list(trees(8192, 1000, 30)),
+        "The index alone": known,
     }
     facts = {
         **machine_facts(),
         "prefix + questions + new": len(prefix) + sum(len(q) + new - 1 for q in questions),
+        "hit rate": "of the prompts those of which a beginning was known; in the chat, of tokens",
         "K/V MiB": "of all caches after the last question, had each been kept; the deep copies' "
         "original and all that the index knows are counted",
         "index %": "of the time of generate and what is around it, spent in match and insert",
     }
     write_results(arguments.out, "prefix_reuse", "Prompts reused across calls", facts, results)
     plot(few, turns, arguments.out / "prefix_reuse.png")
+    failures = [*differing(few, batches, turns)]
+    if not quick:
+        failures += missed(few, batches, turns, known)
+    print(*failures, sep="\n", file=sys.stderr)
+    return int(bool(failures))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer questions, under two minutes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    main(parser.parse_args())
+    sys.exit(main(parser.parse_args()))

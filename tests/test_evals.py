@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from argparse import Namespace
@@ -12,7 +13,7 @@ import pytest
 from conftest import tiny
 from transformers import PreTrainedModel
 
-from evals import memory, report
+from evals import memory, prefix_reuse, report
 from evals.common import machine_facts, write_results
 
 TOKEN = 2 * 4 * 2 * 16 * 4  # bytes of K and V in a tiny model
@@ -44,6 +45,16 @@ def test_requests_that_end_one_after_the_other_hold_what_is_counted(model, real)
     )
 
 
+def test_three_requests_of_25_47_and_12_tokens_take_six_blocks(model, real):
+    rows, steps = memory.three_requests(model, real[1], memory.SIX_BLOCKS, memory.MAX_LENGTH)
+    reserved, _, padded, [blocks] = steps.values()
+    assert reserved[0].slots == 3 * 2048
+    assert padded[0].slots == 3 * 47
+    assert (blocks.blocks, blocks.slots, blocks.tokens) == (6, 96, 84)
+    assert [row["blocks, most"] for row in rows] == [None, None, None, 6]
+    assert rows[-1]["bytes by step"] == [96 * TOKEN]
+
+
 def test_each_cache_is_watched_and_one_without_its_backend_is_named(model, real, monkeypatch):
     def without_backend(config: Any, longest: int) -> dict[str, Any]:
         def fail() -> None:
@@ -67,6 +78,8 @@ def test_each_cache_is_watched_and_one_without_its_backend_is_named(model, real,
     assert [held.slots for held in static] == [2 * 23] * 3
     assert in_8_bits[-1].bytes == pytest.approx(dynamic[-1].bytes / 4, rel=0.01)
     assert [held.slots for held in steps["PagedCache"]] == [16 * 3] * 3
+    assert rows[-2]["blocks by step"] == [3] * 3
+    assert rows[0]["bytes by step"] == [40 * TOKEN, 42 * TOKEN, 44 * TOKEN]
 
 
 def test_random_batches_waste_what_their_lengths_say():
@@ -88,9 +101,36 @@ def test_waste_above_the_goal_is_said():
     assert "5.0%" in sentence
 
 
+def test_goals_of_reuse_that_are_missed_are_said():
+    dynamic, copies = ({"case": "a", "questions/s": x, "K/V MiB": 1500.0} for x in (0.5, 2.0))
+    index = {"case": "index", "questions/s": 2.5, "K/V MiB": 90.0, "index %": 0.4, "x": 9.0}
+    known = {"case": "tree", "match ms": 0.7}
+
+    def missed(**worse: float) -> list[str]:
+        one = {name: worse.get(name, value) for name, value in index.items()}
+        tree = {name: worse.get(name, value) for name, value in known.items()}
+        return list(prefix_reuse.missed([dynamic, copies, one], [dynamic, one], [one], [tree]))
+
+    assert missed() == []
+    for goal, value, said in [
+        ("x", 4.9, "4.9 times"),
+        ("questions/s", 1.9, "not faster"),
+        ("K/V MiB", 500.0, "33%"),
+        ("index %", 1.2, "1.20%"),
+        ("match ms", 2.1, "2.1 ms"),
+    ]:
+        sentences = missed(**{goal: value})
+        assert sentences
+        assert all(said in sentence for sentence in sentences)
+        assert missed(**{goal: math.nan})
+    same, other = ({"case": name, "equal": name == "same"} for name in ("same", "other"))
+    [sentence] = prefix_reuse.differing([same], [same, other])
+    assert sentence.startswith("other:")
+
+
 def test_the_report_collects_new_results_and_old_ones(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/a/folder/evals/some.py", "--out", "/a/folder", "--quick"])
-    rows = [{"case": "a", "x": 1.25}]
+    rows = [{"case": "a", "by step": [1, 2], "x": 1.25}, {"case": "b", "by step": "", "x": None}]
     write_results(tmp_path, "some", "Some", machine_facts(), {"How fast": rows})
     (tmp_path / "some.png").touch()
     old = {"machine": {"command": "python evals/older.py"}, "What was": [{"case": "b", "x": 3}]}
@@ -99,7 +139,8 @@ def test_the_report_collects_new_results_and_old_ones(tmp_path, monkeypatch, cap
     text = (tmp_path / "report.md").read_text()
     assert "| [Some](#some) | `python -m evals.some --quick` |" in text
     assert "| [Older one](#older-one) | `python evals/older.py` |" in text
-    assert "### How fast\n\n| case | x |\n|---|---|\n| a | 1.25 |" in text
+    assert "### How fast\n\n| case | x |\n|---|---|\n| a | 1.25 |\n| b |  |\n" in text
+    assert json.loads((tmp_path / "some.json").read_text())["How fast"] == rows
     assert "### What was" in text
     assert text.count("![") == 1
     assert "![Some](some.png)" in text

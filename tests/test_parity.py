@@ -76,8 +76,9 @@ def test_every_setting_passes(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("kind", FAULTS.values(), ids=FAULTS)
-@pytest.mark.parametrize("setting", [Setting(F32), Setting(BF16)], ids=str)
+@pytest.mark.parametrize("setting", parity.SETTINGS, ids=str)
 def test_every_fault_is_caught(kind: type[PagedCaches], setting: Setting) -> None:
+    assert name_of(kind) in setting.ways
     assert compared(name_of(kind), setting, kind)[1]
 
 
@@ -154,6 +155,7 @@ def test_it_passes_and_says_what_was_run(folder: Path, tmp_path: Path) -> None:
     assert results["machine"]["text"] == str(folder / "text")
     assert len(results[parity.CONTROLS]) == len(FAULTS)
     assert "offloaded, restored" in (tmp_path / "parity.md").read_text()
+    assert (tmp_path / "parity.png").stat().st_size > 0
 
 
 @pytest.mark.usefixtures("few")
