@@ -64,6 +64,7 @@ NAMES = [
     for name in filter(is_tested, OVERRIDES)
 ]
 ONE_TOKEN_AT_A_TIME = ("prophetnet",)  # so that there is no assisting it
+UNMASKED_PADDING = ("led",)  # on a DynamicCache, so that a PagedCache refuses it
 
 
 def inputs_of(name: str) -> Inputs:
@@ -83,6 +84,17 @@ def tiny(name: str, attention: str | None = None, **sizes: int) -> PreTrainedMod
     model.generation_config.decoder_start_token_id = 1
     model.generation_config.forced_eos_token_id = None
     return model
+
+
+def padded_prompt(model: PreTrainedModel, cache: Cache, inputs: Inputs, pad: int = 0) -> Any:
+    """The decoder has a prompt, which is padded on the left."""
+    prompt = text(width=9, padding=3)
+    mask = prompt["attention_mask"]
+    ids = prompt["input_ids"].masked_fill(mask == 0, pad)
+    ids.scatter_(1, mask.argmax(1, keepdim=True), model.generation_config.decoder_start_token_id)
+    return generate(
+        model, cache, {**inputs, "decoder_input_ids": ids, "decoder_attention_mask": mask}
+    )
 
 
 def dynamic() -> Cache:
@@ -115,6 +127,19 @@ def test_equals_dynamic_cache(name: str, note: Callable[[Result], None]) -> None
     result.path = decode_path(models[1], paged, cache, inputs_of(name))
     result.groups = groups(paged)
     note(result)
+
+
+@pytest.mark.parametrize("name", ["bart", *UNMASKED_PADDING])
+def test_which_models_attend_to_padding(name: str) -> None:
+    """Theirs depends on what the padding is, from the second token on."""
+    model = tiny(name)
+    first, other = (padded_prompt(model, dynamic(), inputs_of(name), pad) for pad in (0, 5))
+    assert torch.equal(first.logits[0], other.logits[0])
+    assert torch.equal(first.logits[1], other.logits[1]) == (name not in UNMASKED_PADDING)
+    if name in UNMASKED_PADDING:
+        model = tiny(name, "hf_paged")
+        with pytest.raises(ValueError, match="no mask for single tokens"):
+            padded_prompt(model, encoder_decoder_cache(model.config), inputs_of(name))
 
 
 def test_rows_of_both_caches_move_together() -> None:
