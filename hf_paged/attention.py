@@ -23,6 +23,8 @@ from .step import Pattern
 from .view import LayerPages, LazyMask, PagedView, without_gradient
 
 NAME = "hf_paged"
+# Models that attend without a mask where a step has one token.
+UNMASKED_TOKENS = {"led"}
 
 
 def register() -> None:
@@ -132,7 +134,8 @@ def paged_mask(
     otherwise it is what `sdpa_mask` returns, or `eager_mask` for a model that adds masks to scores.
 
     Raises:
-        ValueError: the 2-D mask does not have one entry for each cached and new column.
+        ValueError: the 2-D mask does not have one entry for each cached and new column, or shows
+            padding to a model that would look at it.
     """
 
     config: Any = kwargs.get("config")
@@ -178,6 +181,11 @@ def paged_mask(
                 f"ones follow {kv_offset + kv_length - q_length} in the cache; it must cover all."
             )
         columns = attention_mask.to("cpu", torch.bool).numpy()
+        if getattr(config, "model_type", None) in UNMASKED_TOKENS and not columns.all():
+            raise ValueError(
+                f"A {config.model_type} model makes no mask for single tokens, so they would see "
+                "the padding of its decoder's prompts; give prompts of one length."
+            )
         mask.new_tokens = columns[:, kv_offset + kv_length - q_length :]
         hides_nothing = batch.past_padding(columns)
     mask.pattern = None

@@ -63,7 +63,12 @@ NAMES = [
     pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.slow)
     for name in filter(is_tested, OVERRIDES)
 ]
-ONE_TOKEN_AT_A_TIME = ("prophetnet",)  # so that there is no assisting it
+# What transformers cannot do on a DynamicCache either; the suite checks that.
+NOT_IN_TRANSFORMERS: dict[str, tuple[str, ...]] = {
+    # Takes one token at a time behind the first ones.
+    "prophetnet": ("assisted decoding", "prompt lookup", "conversation"),
+}
+UNMASKED_PADDING = ("led",)  # on a DynamicCache, so that a PagedCache refuses it
 
 
 def inputs_of(name: str) -> Inputs:
@@ -85,6 +90,50 @@ def tiny(name: str, attention: str | None = None, **sizes: int) -> PreTrainedMod
     return model
 
 
+def assisted(model: PreTrainedModel, cache: Cache, inputs: Inputs) -> Any:
+    # Of one depth, as the assistant has a cache that transformers made, in older versions too deep.
+    name = model.config.model_type
+    assistant = tiny(name, **({"num_layers": 2} if OVERRIDES[name] is T5 else {}))
+    inputs = {key: value[:1] for key, value in inputs.items()}
+    return generate(model, cache, inputs, assistant_model=assistant)
+
+
+def padded_prompt(model: PreTrainedModel, cache: Cache, inputs: Inputs, pad: int = 0) -> Any:
+    """The decoder has a prompt, which is padded on the left."""
+    prompt = text(width=9, padding=3)
+    mask = prompt["attention_mask"]
+    ids = prompt["input_ids"].masked_fill(mask == 0, pad)
+    ids.scatter_(1, mask.argmax(1, keepdim=True), model.generation_config.decoder_start_token_id)
+    return generate(
+        model, cache, {**inputs, "decoder_input_ids": ids, "decoder_attention_mask": mask}
+    )
+
+
+def prompt_lookup(model: PreTrainedModel, cache: Cache, inputs: Inputs) -> Any:
+    """One row, in whose decoder's prompt there is something to look up."""
+    ids = torch.tensor([[1, 7, 8, 9, 7, 8, 9, 7]])
+    inputs = {key: value[:1] for key, value in inputs.items()} | {"decoder_input_ids": ids}
+    return generate(model, cache, inputs, prompt_lookup_num_tokens=3)
+
+
+def conversation(model: PreTrainedModel, cache: Cache, inputs: Inputs) -> Any:
+    """More tokens behind the first answer, on the same cache."""
+    out = generate(model, cache, inputs, max_new_tokens=5)
+    turn = text(width=4, padding=0)["input_ids"]
+    ids = torch.cat([out.sequences, turn], dim=1)
+    return generate(model, cache, {**inputs, "decoder_input_ids": ids}, max_new_tokens=5)
+
+
+RUNS = {
+    "greedy": greedy,
+    "beams": beams,
+    "assisted decoding": assisted,
+    "padded prompt": padded_prompt,
+    "prompt lookup": prompt_lookup,
+    "conversation": conversation,
+}
+
+
 def dynamic() -> Cache:
     """Without a config, as older versions take the encoder's depth from it."""
     return EncoderDecoderCache(DynamicCache(), DynamicCache())
@@ -94,27 +143,32 @@ def dynamic() -> Cache:
 def test_equals_dynamic_cache(name: str, note: Callable[[Result], None]) -> None:
     result = Result(SECTION, name)
     models = tiny(name), tiny(name, "hf_paged")
-    # Of one depth, as the assistant has a cache that transformers made, in older versions too deep.
-    assistant = tiny(name, **({"num_layers": 2} if OVERRIDES[name] is T5 else {}))
-
-    def assisted(model: PreTrainedModel, cache: Cache, inputs: Inputs) -> Any:
-        inputs = {key: value[:1] for key, value in inputs.items()}
-        return generate(model, cache, inputs, assistant_model=assistant)
-
-    runs = {"greedy": greedy, "beams": beams, "assisted": assisted}
-    for kind, run in runs.items():
-        if kind == "assisted" and name in ONE_TOKEN_AT_A_TIME:
+    for kind, run in RUNS.items():
+        caches = dynamic(), encoder_decoder_cache(models[1].config, block_size=4)
+        if kind in NOT_IN_TRANSFORMERS.get(name, ()):
             with pytest.raises(AssertionError, match="length 1"):
-                run(models[0], dynamic(), inputs_of(name))
-            result.remarks.append("no assisted decoding in transformers")
-            continue
-        cache = encoder_decoder_cache(models[1].config, block_size=4)
-        compare(run, models, (dynamic(), cache), inputs_of(name))
+                run(models[0], caches[0], inputs_of(name))
+            result.remarks.append(f"no {kind} in transformers")
+        elif kind == "padded prompt" and name in UNMASKED_PADDING:
+            with pytest.raises(ValueError, match="no mask for single tokens") as error:
+                run(models[1], caches[1], inputs_of(name))
+            result.remarks.append(str(error.value))
+        else:
+            compare(run, models, caches, inputs_of(name))
     cache = encoder_decoder_cache(models[1].config, block_size=4)
     paged = cache.self_attention_cache
     result.path = decode_path(models[1], paged, cache, inputs_of(name))
     result.groups = groups(paged)
     note(result)
+
+
+@pytest.mark.parametrize("name", ["bart", *UNMASKED_PADDING])
+def test_which_models_attend_to_padding(name: str) -> None:
+    """Theirs depends on what the padding is, from the second token on."""
+    model = tiny(name)
+    first, other = (padded_prompt(model, dynamic(), inputs_of(name), pad) for pad in (0, 5))
+    assert torch.equal(first.logits[0], other.logits[0])
+    assert torch.equal(first.logits[1], other.logits[1]) == (name not in UNMASKED_PADDING)
 
 
 def test_rows_of_both_caches_move_together() -> None:
