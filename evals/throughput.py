@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def ragged_inputs(tokenizer: Any, quick: bool) -> Any:
     return tokenizer.pad({"input_ids": pieces}, return_tensors="pt")
 
 
-def run_generate(way: str, quick: bool, result: Any) -> None:
+def run_generate(way: str, quick: bool) -> tuple[float, int]:
     """Seconds of a generate on the ragged batch, and by how much resident memory grew in it."""
     model, tokenizer = small_model.load()
     inputs, new = ragged_inputs(tokenizer, quick), 16 if quick else 64
@@ -201,7 +202,7 @@ def run_generate(way: str, quick: bool, result: Any) -> None:
     seconds = generate_once(model, inputs, way, new)
     is_done.set()
     watcher.join()
-    result.put((seconds, peak[0] - before))
+    return seconds, peak[0] - before
 
 
 def generate_once(model: Any, inputs: Any, way: str, new: int) -> float:
@@ -245,13 +246,9 @@ def generates(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def in_a_process(way: str, quick: bool) -> tuple[float, int]:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=run_generate, args=(way, quick, queue))
-    process.start()
-    result = queue.get(timeout=600)
-    process.join()
-    return result
+    """A killed process (`generate_batch` takes most of the memory) raises BrokenProcessPool."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        return executor.submit(run_generate, way, quick).result()
 
 
 def host_work(rows: int, rounds: int) -> dict[str, Any]:

@@ -170,14 +170,16 @@ class FreeFinishedRows(StoppingCriteria):
         self._cache = cache
         # By this name generate knows that rows end, and pads them.
         self.eos_token_id = torch.as_tensor(eos_token_id).reshape(-1)
-        self._finished: torch.Tensor | None = None
+        self._finished, self._columns = torch.zeros(0, dtype=torch.bool), 0
 
     def __call__(
         self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """bool [rows], the rows that have ended."""
         ended = torch.isin(input_ids[:, -1], self.eos_token_id.to(input_ids.device))
-        before = torch.zeros_like(ended) if self._finished is None else self._finished
+        if self._columns + 1 != input_ids.shape[1] or self._finished.shape != ended.shape:
+            self._finished = torch.zeros_like(ended)  # another generate has begun
+        self._columns, before = input_ids.shape[1], self._finished
         self._finished = before | ended
         fresh = self._finished & ~before
         if fresh.any() and not self._finished.all():

@@ -134,10 +134,9 @@ def paged_mask(
     otherwise it is what `sdpa_mask` returns, or `eager_mask` for a model that adds masks to scores.
 
     Raises:
-        ValueError: the 2-D mask does not have one entry for each cached and new column, or shows
-            padding to a model that would look at it.
+        ValueError: the 2-D mask does not have one entry for each row and column, cached and new, or
+            shows padding to a model that would look at it.
     """
-
     config: Any = kwargs.get("config")
     is_additive = _adds_masks(type(config))  # type: ignore[arg-type]  # a type is hashable
     mask_dtype = kwargs.get("dtype", torch.float32) if is_additive else torch.bool
@@ -162,6 +161,10 @@ def paged_mask(
         shares = getattr(config, "num_kv_shared_layers", None)
         return build(kv_length, allow_is_causal_skip and not shares)
     batch, kv_length = kv_length.batch, int(kv_length)
+    if attention_mask is not None and len(attention_mask) != batch_size:
+        raise ValueError(
+            f"The attention_mask has {len(attention_mask)} rows for a batch of {batch_size}."
+        )
     if attention_mask is None and not batch.tokens.is_unpadded:
         # What was padding stays padding: it is not stored.
         past = torch.from_numpy(batch.tokens.mask()).to(device)

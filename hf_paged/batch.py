@@ -166,6 +166,9 @@ class Batch:
         """
         self._check_usable()
         _check_states(layer, keys, values)
+        if keys.dtype != values.dtype:  # under autocast rotary embeddings leave K in float32
+            wider = torch.promote_types(keys.dtype, values.dtype)
+            keys, values = keys.to(wider), values.to(wider)
         # First the storage, so that K/V of a wrong kind take no block.
         storage = self.pool.layer_storage(layer, keys, values, self._stored_dims)
         is_due = layer in self._behind or layer in self._idle
@@ -474,11 +477,11 @@ class Batch:
     @contextmanager
     def _tearing(self) -> Iterator[None]:
         """K/V become others than those that other states belong to, unless it is refused."""
-        self._is_torn = bool(self.pool.stateful_layers)
+        before, self._is_torn = self._is_torn, bool(self.pool.stateful_layers)
         try:
             yield
         except Exception:
-            self._is_torn = False
+            self._is_torn = before
             raise
 
     def rejoin(self) -> None:

@@ -234,26 +234,46 @@ class PagedCache(DynamicCache):
             input_ids: int64 [rows, tokens], whole prompts; what the cache holds is passed over.
             attention_mask: [rows, tokens], 0 where a column is padding.
             chunk_size: tokens in one forward; None takes all at once.
-            kwargs: what else the model's forward takes.
+            kwargs: what else the model's forward takes; `..._ids` of each token go in chunks too.
 
         Returns:
             This cache.
+
+        Raises:
+            ValueError: the prompts are shorter than what the cache holds, or the model counts the
+                positions of images in whole prompts and is to get chunks.
         """
         if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
             raise ValueError(
                 f"chunk_size must be a whole number of at least 1, not {chunk_size!r}."
             )
         body = unwrapped(model).base_model
-        if attention_mask is not None and "position_ids" in argument_names(body):
-            kwargs.setdefault("position_ids", (attention_mask.cumsum(-1) - 1).clamp(min=0))
         start, last = self.get_seq_length(), input_ids.shape[1] - 1
+        if start > last:
+            raise ValueError(
+                f"input_ids has {last + 1} tokens, the cache holds {start}; pass whole prompts, in "
+                "front what the cache holds."
+            )
+        # With M-RoPE an image takes positions of its own, which the model finds.
+        finds_positions = bool(kwargs) and hasattr(body, "get_rope_index")
+        if finds_positions and chunk_size is not None:
+            raise ValueError(
+                f"{type(body).__name__} counts the positions of images in whole prompts; leave out "
+                "chunk_size."
+            )
+        if (
+            attention_mask is not None
+            and "position_ids" in argument_names(body)
+            and not finds_positions
+        ):
+            kwargs.setdefault("position_ids", (attention_mask.cumsum(-1) - 1).clamp(min=0))
+        of_tokens = [name for name in kwargs if name.endswith("_ids")]
         while start < last:
             stop = last if chunk_size is None else min(start + chunk_size, last)
             inputs = {**kwargs, **cache_argument(body, self)}
             if attention_mask is not None:
                 inputs["attention_mask"] = attention_mask[:, :stop]
-            if "position_ids" in kwargs:
-                inputs["position_ids"] = kwargs["position_ids"][..., start:stop]
+            inputs |= {name: kwargs[name][..., start:stop] for name in of_tokens}
             with torch.no_grad():
                 body(input_ids=input_ids[:, start:stop], **inputs)
             start = stop

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -14,10 +15,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-SAMPLE = 1024  # elements of each weight whose order counts
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What a config says without changing any K/V.
-IRRELEVANT = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
+IRRELEVANT = {
+    *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"),
+    *("bos_token_id", "eos_token_id", "use_cache", "initializer_range", "task_specific_params"),
+    *("id2label", "label2id", "num_labels", "problem_type", "return_dict"),
+    *("output_attentions", "output_hidden_states", "attention_dropout", "hidden_dropout"),
+}
 
 ExtraKey = str | int | bytes | tuple["ExtraKey", ...] | None
 
@@ -111,9 +116,9 @@ def _tagged(key: Any) -> dict[str, Any]:
 
 # This is asked at each call, behind a forward that leaves nothing in the processor's caches, so all
 # modules are looked at together, in as few steps as can be.
-def _children(modules: Iterable[Any]) -> list[int]:
-    """The children of all modules, by their addresses: they can be compared while they live."""
-    return [id(child) for module in modules for child in module._modules.values()]
+def _children(modules: Iterable[Any]) -> list[list[int]]:
+    """The children of each module, by their addresses: they can be compared while they live."""
+    return [list(map(id, module._modules.values())) for module in modules]
 
 
 def _weights(modules: Iterable[Any]) -> list[torch.Tensor]:
@@ -135,29 +140,38 @@ def _places(weights: Iterable[torch.Tensor]) -> list[tuple[int, int]] | None:
 
 
 def _digest(model: torch.nn.Module) -> str:
-    """Of each weight the sum of all its bits as whole numbers, and a sample of them in order."""
+    """Of all bits of each weight, which stands at which place."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         for weight in _weights([module]):
-            if weight.is_meta:
+            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            try:
+                parts = _sums(weight.detach())
+            except (RuntimeError, NotImplementedError, TypeError) as error:
                 raise ValueError(
-                    f"The weights of {name!r} are not loaded (device meta), so the pool cannot "
-                    "tell its model from others; make it from the config."
-                )
-            flat = weight.detach().reshape(-1).contiguous()
-            bits = flat.view(INTEGERS[flat.element_size()])
-            step = max(1, len(bits) // SAMPLE) | 1  # odd, to run over all columns of a matrix
-            sample = bits[::step].cpu().numpy().tobytes()
-            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {_sum(bits)}".encode())
-            digest.update(sample)
+                    f"The weights of {name!r} ({type(weight).__name__} on {weight.device}) cannot "
+                    "be read, so the pool cannot tell its model from others; make it from the "
+                    "config."
+                ) from error
+            for part in parts:
+                digest.update(part.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def _sum(bits: torch.Tensor) -> int:
-    """The sum of whole numbers [n], eight bytes at a time where they can be read so."""
+def _sums(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The bits as a square of whole numbers: the sums of its rows and columns, and what is left.
+
+    No number can change its place with another one unseen, for at least one of the two sums of each
+    changes. Eight bytes are one number, where they can be read so.
+    """
+    flat = weight.reshape(-1).contiguous()
+    bits = flat.view(INTEGERS[flat.element_size()])
     width = 8 // bits.element_size()
-    if bits.storage_offset() % width or bits.data_ptr() % 8:
-        return int(bits.sum(dtype=torch.int64))
-    whole = len(bits) // width * width
-    parts = bits[:whole].view(torch.int64).sum(), bits[whole:].sum(dtype=torch.int64)
-    return int(sum(parts))
+    whole = (
+        0 if bits.storage_offset() % width or bits.data_ptr() % 8 else len(bits) // width * width
+    )
+    words, left = (bits[:whole].view(torch.int64), bits[whole:]) if whole else (bits, bits[:0])
+    side = math.isqrt(len(words))
+    square = words[: side * side].view(side, side)
+    sums = [square.sum(dim, dtype=torch.int64) for dim in (0, 1)]
+    return [*sums, words[side * side :], left]

@@ -18,9 +18,9 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+KEEPING_LAYERS = (CacheLayerMixin, LinearAttentionCacheLayerMixin)  # not those that share K/V
 # The layers that keep nothing but K/V, which are in blocks; and those whose K/V are in blocks and
 # whose other states stay as transformers keeps them. All others keep transformers' own layer.
-KEEPING_LAYERS = (CacheLayerMixin, LinearAttentionCacheLayerMixin)  # not those that share K/V
 PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 PAGED_LAYERS = (
     *PLAIN_LAYERS,

@@ -334,6 +334,12 @@ class BlockPool:
             _check_count("num_blocks", num_blocks)
             if max_memory is not None:
                 raise ValueError("num_blocks and max_memory both bound the pool; pass one of them.")
+        for name, kind in (("dtype", dtype), ("kv_dtype", kv_dtype)):
+            if kind is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+                raise ValueError(
+                    f"{name} must be a floating-point torch.dtype such as torch.bfloat16, not "
+                    f"{kind!r}."
+                )
         model = config if isinstance(config, torch.nn.Module) else None
         config = getattr(config, "config", config)
         if not isinstance(config, PreTrainedConfig):
@@ -793,5 +799,5 @@ def _converted(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}.")

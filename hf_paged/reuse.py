@@ -240,7 +240,7 @@ def _table(
 ) -> np.ndarray:
     """int32 [rows, width], of each row's `blocks` those that its tokens need."""
     stops = blocks_for(tokens.lengths, pool.block_size)
-    table = np.full((len(tokens), int(stops.max())), -1, np.int32)
+    table = np.full((len(tokens), max(int(stops.max()), 1)), -1, np.int32)
     for row, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
         table[row, first:stop] = blocks[row][first:stop]
     return table

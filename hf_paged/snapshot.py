@@ -95,10 +95,10 @@ class Snapshot:
             for layer, (keys, values) in sorted(self.states.items()):
                 if not len(keys):
                     continue
+                stored = pool.groups[pool.group_of_layer[layer]].storage.get(layer)
+                home = pool.home or keys.device if stored is None else stored.keys.device
                 like = [
-                    states[:1]
-                    .transpose(1, 2)
-                    .to(pool.home or keys.device, self.given_dtypes[layer])
+                    states[:1].transpose(1, 2).to(home, self.given_dtypes[layer])
                     for states in (keys, values)
                 ]
                 storages[layer] = pool.layer_storage(layer, like[0], like[1])
@@ -110,10 +110,10 @@ class Snapshot:
             taken = pool.take(counts)
             for layer, storage in storages.items():
                 index = torch.from_numpy(taken[pool.group_of_layer[layer]])
-                for stored, states in zip(
+                for memory, states in zip(
                     (storage.keys, storage.values), self.states[layer], strict=True
                 ):
-                    stored[index.to(stored.device)] = states.to(stored.device)
+                    memory[index.to(memory.device)] = states.to(memory.device)
             tables = [
                 np.append(blocks, -1)[table].astype(np.int32)
                 for table, blocks in zip(self.tables, taken, strict=True)

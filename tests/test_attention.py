@@ -289,6 +289,21 @@ def test_without_numba_torch_serves_and_says_so_once() -> None:
     assert done.stderr.count("Numba is not installed") == 1
 
 
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("new", [1, 3, 20])
+def test_a_softcap_where_the_kernel_turns_out_not_to_run(
+    new: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is known after its first call, which torch's attention without a softcap took over."""
+
+    def failing(dtype: torch.dtype) -> None:
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(cpu_decode, "_function", failing)
+    monkeypatch.setattr(cpu_decode, "_failures", [])
+    Case([0, 1, 8, 9, 31], new, heads=(4, 2), window=window).check(softcap=0.3, s_aux=torch.ones(4))
+
+
 def test_import_does_not_load_numba() -> None:
     script = "import sys, hf_paged; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

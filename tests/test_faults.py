@@ -56,6 +56,21 @@ def test_contradictory_arguments(model: PreTrainedModel, kwargs: dict, words: st
         PagedCache(**kwargs)
 
 
+@pytest.mark.parametrize("name", ["dtype", "kv_dtype"])
+@pytest.mark.parametrize("kind", [torch.int8, torch.bool, torch.complex64, "bfloat16", float])
+def test_a_dtype_that_cannot_hold_kv(model: PreTrainedModel, name: str, kind: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be a floating-point torch.dtype"):
+        BlockPool(model.config, **{name: kind})
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mask_of_another_number_of_rows(model: PreTrainedModel, rows: int) -> None:
+    ids, mask = torch.arange(1, 11).view(2, 5), torch.ones(rows, 5, dtype=torch.long)
+    mask[:, 0] = 0
+    with pytest.raises(ValueError, match=f"has {rows} rows for a batch of 2"):
+        model(ids, attention_mask=mask, past_key_values=PagedCache(config=model.config))
+
+
 def test_a_pool_fixes_its_own_sizes(model: PreTrainedModel) -> None:
     pool = BlockPool(model.config, block_size=8)
     for kwargs in ({"num_blocks": 4}, {"max_memory": "1GiB"}, {"block_size": 4}):

@@ -43,6 +43,20 @@ def forward(
     return torch.cat(logits, 1)[inputs["attention_mask"].bool()]
 
 
+@pytest.mark.parametrize("attention", ["hf_paged", "sdpa"])
+def test_autocast(tiny_model: Build, attention: str) -> None:
+    """Rotary embeddings make K float32 there, while V are bfloat16."""
+    model = tiny_model("llama")
+    exact = forward(model, "eager", None, [24])
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = forward(model, "sdpa", DynamicCache(config=model.config), [20, 3, 1])
+        cache = PagedCache(config=model.config, block_size=4)
+        ours = forward(model, attention, cache, [20, 3, 1])
+    error, floor = ((logits - exact).abs().max() for logits in (ours, theirs))
+    assert error <= 2 * floor
+    cache.pool.check()
+
+
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("attention", ["hf_paged", "eager"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import check_used, ragged_ids, tiny, two_layer_config
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from peft import LoraConfig, get_peft_model
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import (
     BartConfig,
     DynamicCache,
@@ -371,7 +374,10 @@ def positions(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "how",
-    ["one element", "inference", "scaling", "memory", "module", "module gone", "adapter", "buffer"],
+    [
+        *("one element", "inference", "scaling", "memory", "rows", "columns", "adapter", "buffer"),
+        *("module", "module gone", "neighbours"),
+    ],
 )
 def test_a_change_that_is_easily_missed_never_hits(how: str) -> None:
     ids = prompt(20)
@@ -394,6 +400,14 @@ def test_a_change_that_is_easily_missed_never_hits(how: str) -> None:
                 module.scale_layer(5.0)
     elif how == "memory":
         mlp.up_proj.weight.data = mlp.up_proj.weight.data * 1.01
+    elif how in ("rows", "columns"):
+        weight = mlp.up_proj.weight if how == "rows" else mlp.up_proj.weight.T
+        with torch.no_grad():
+            weight[[7, 11]] = weight[[11, 7]]
+    elif how == "neighbours":  # the same modules in the same order, the last one in the next layer
+        layers = model.model.layers
+        last = layers[0]._modules.popitem()
+        layers[1]._modules = dict([last, *layers[1]._modules.items()])
     elif how.startswith("module"):
         old = mlp.up_proj
         mlp.up_proj = torch.nn.Linear(old.in_features, old.out_features, bias=False)
@@ -431,6 +445,14 @@ def test_a_cache_of_other_weights_is_not_indexed(how: str) -> None:
     with pytest.raises(ValueError, match="not those that this cache was begun with"):
         pool.insert_prefix(cache, ids)
     assert hits(pool, ids) == 0
+
+
+def test_weights_that_cannot_be_read_are_refused() -> None:
+    model = llama()
+    model.lm_head.weight = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+    pool = BlockPool(model, block_size=4)
+    with pytest.raises(ValueError, match=r"weights of 'lm_head' .TwoTensor.* make it from"):
+        pool.match_prefix(prompt(5))
 
 
 def test_a_weight_in_the_place_of_another_never_hits() -> None:
@@ -796,6 +818,35 @@ def test_a_second_pass_says_what_is_in_its_way() -> None:
         next(pool.batches(prompts, max_new_tokens=6))
     cache.free()
     assert next(pool.batches(prompts, max_new_tokens=6)).indices == [0]
+
+
+def test_a_batch_of_padding_in_front_of_which_nothing_is_known(tmp_path: Path) -> None:
+    """Columns of padding alone are known, so a batch may begin with rows without a block."""
+    model, pool = llama(), BlockPool(llama(), block_size=4)
+    inputs = padded([prompt(9), prompt(5, seed=1)])
+    inputs = {
+        "input_ids": F.pad(inputs["input_ids"], (6, 0)),
+        "attention_mask": F.pad(inputs["attention_mask"], (6, 0)),
+    }
+    cache = pool.match_prefix(**inputs)
+    assert cache.get_seq_length() == 6
+    assert [keys.shape[2] for keys, _, _ in cache] in ([], [6, 6])
+    cache.save(tmp_path / "cache")
+    assert PagedCache.load(tmp_path / "cache", llama()).get_seq_length() == 6
+    found = model.generate(**inputs, past_key_values=cache, max_new_tokens=4)
+    assert torch.equal(found, alone(model, inputs, max_new_tokens=4))
+
+
+def test_a_stopping_criterion_is_used_again(model: Any) -> None:
+    inputs = padded([prompt(20), prompt(9, seed=1)])
+    ends = alone(model, inputs, max_new_tokens=12)[:, 20 + 2].tolist()
+    kwargs = {"max_new_tokens": 12, "eos_token_id": ends, "pad_token_id": 0}
+    cache = PagedCache(config=model.config, block_size=4)
+    stop = StoppingCriteriaList([FreeFinishedRows(cache, ends)])
+    for batch in (inputs, inputs, padded([prompt(12), prompt(9, seed=1), prompt(5)])):
+        cache.reset()
+        found = model.generate(**batch, past_key_values=cache, stopping_criteria=stop, **kwargs)
+        assert torch.equal(found, alone(model, batch, **kwargs))
 
 
 def test_freed_rows_are_refused_a_second_turn() -> None:

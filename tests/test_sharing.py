@@ -9,7 +9,13 @@ import pytest
 import torch
 from conftest import TINY, ragged_ids
 from test_windows import generate
-from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    PreTrainedModel,
+)
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
 
@@ -143,6 +149,28 @@ def test_prefill_names_the_cache_as_this_transformers_does(tiny_model: Build) ->
     """The old name goes in 5.40; a cache under an unknown name would stay empty."""
     model, ids = tiny_model("llama"), torch.arange(1, 10)[None]
     assert PagedCache(config=model.config).prefill(model, ids).get_seq_length() == 8
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_prefill_takes_the_ids_of_its_tokens_in_chunks(chunk_size: int | None) -> None:
+    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    ids, kinds = torch.randint(99, (2, 2, 11))
+    cache = PagedCache(config=config).prefill(model, ids, None, chunk_size, token_type_ids=kinds)
+    with torch.no_grad():
+        expected = model(ids, token_type_ids=kinds).logits[:, -1:]
+        last = {"input_ids": ids[:, -1:], "token_type_ids": kinds[:, -1:]}
+        found = model(**last, past_key_values=cache).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_prefill_of_less_than_the_cache_holds(tiny_model: Build) -> None:
+    model, ids = tiny_model("llama"), torch.arange(1, 10)[None]
+    cache = PagedCache(config=model.config).prefill(model, ids)
+    with pytest.raises(ValueError, match="has 4 tokens, the cache holds 8; pass whole prompts"):
+        cache.prefill(model, ids[:, :4])
+    assert cache.prefill(model, ids).get_seq_length() == 8
 
 
 def test_prefill_of_a_ragged_batch(tiny_model: Build) -> None:

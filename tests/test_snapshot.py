@@ -64,6 +64,33 @@ def test_a_cache_moves_out_and_in(architecture: str) -> None:
     assert torch.equal(continued(model, cache, out), expected)
 
 
+def test_blocks_return_to_the_device_of_their_layer() -> None:
+    """With K/V on another device than what was moved out; "meta" stands for that."""
+    model = model_of("llama")
+    cache, _ = filled(model, BlockPool(model.config, block_size=4))
+    tables, _ = cache.known_tables()
+    moved_out = snapshot_module.Snapshot.take(cache.pool, tables.tokens.lengths, tables.tables)
+    pool = BlockPool(model.config, block_size=4)
+    with PagedCache(pool=pool) as other:
+        states = torch.empty(1, model.config.num_key_value_heads, 1, 16, device="meta")
+        for layer in range(model.config.num_hidden_layers):
+            other.update(states, states, layer)
+    placed = moved_out.place(pool, tables.tokens)
+    assert [table.shape for table in placed.tables] == [table.shape for table in tables.tables]
+    pool.check()
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "use_cache", "attention_dropout", "id2label"])
+def test_what_changes_no_kv_does_not_matter(name: str, tmp_path: Path) -> None:
+    model = model_of("llama")
+    cache, out = filled(model, BlockPool(model, block_size=4))
+    cache.save(tmp_path / "cache")
+    expected = continued(model, cache, out)
+    value = {"use_cache": False, "attention_dropout": 0.5, "id2label": {0: "no"}}.get(name, 7)
+    setattr(model.config, name, value)
+    assert torch.equal(continued(model, PagedCache.load(tmp_path / "cache", model), out), expected)
+
+
 def test_a_cache_of_nothing_but_padding_is_saved_and_read(tmp_path: Path) -> None:
     """Loaded into a pool that has no block yet."""
     model = model_of("gemma3_text")

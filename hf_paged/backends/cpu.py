@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from . import cpu_decode
 from .base import AttentionCall
+from .dense import reference_attention
 
 WINDOW_CHUNK = 512  # queries in one masked call, so that a mask has this times the window entries
 
@@ -38,6 +39,8 @@ class CPUBackend:
             if out is not None:
                 return out
         step = call.group.step
+        if call.softcap is not None:  # the kernel turned out not to run, and torch's has none
+            return torch.cat([_attend_capped(call, row) for row in range(len(step))])
         is_even = step.num_tokens == len(step) * step.columns
         if is_even and not step.before.lengths.any() and not call.first_visible.any():
             return _attend_prompts(call)
@@ -93,6 +96,39 @@ def _attend_one(call: AttentionCall, row: int, at: int, first: int, past: int) -
 
 def _attend_window(call: AttentionCall, row: int, start: int, stop: int) -> torch.Tensor:
     """New tokens `start` to `stop`, all of `row`, where they do not see the same first token."""
+    keys, values, visible = _visible(call, row, start, stop)
+    query = call.query[None, start:stop]
+    mask = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+    out, lse = _flash(query, keys, values, call.scaling, mask=mask[None, None])
+    return _with_sinks(out, lse, call.sinks)[0]
+
+
+def _attend_capped(call: AttentionCall, row: int) -> torch.Tensor:
+    start, stop = call.group.step.token_starts[row : row + 2]
+    if start == stop:
+        return call.query.new_empty((0, call.query.shape[1], call.values.shape[2]))
+    keys, values, visible = _visible(call, row, start, stop)
+    query, keys, values = (
+        states.transpose(1, 2) for states in (call.query[None, start:stop], keys, values)
+    )
+    out, _ = reference_attention(
+        query,
+        keys,
+        values,
+        visible,
+        scaling=call.scaling,
+        softcap=call.softcap,
+        sinks=call.sinks,
+    )
+    return out[0]
+
+
+def _visible(call: AttentionCall, row: int, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+    """What new tokens `start` to `stop`, all of `row`, see in all, and which of it each.
+
+    Returns:
+        K and V, each [1, tokens, kv_heads, dim], and bool [stop - start, tokens].
+    """
     step = call.group.step
     begin = torch.from_numpy(call.first_visible[start:stop])
     position = torch.from_numpy(step.token_position[start:stop])
@@ -104,11 +140,7 @@ def _attend_window(call: AttentionCall, row: int, start: int, stop: int) -> torc
         cached = _cached(call, row, first, past)
         keys, values = (torch.cat(pair, 1) for pair in zip(cached, (keys, values), strict=True))
     column = torch.arange(first, first + keys.shape[1])
-    visible = (column >= begin[:, None]) & (column <= position[:, None])
-    query = call.query[None, start:stop]
-    mask = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-    out, lse = _flash(query, keys, values, call.scaling, mask=mask[None, None])
-    return _with_sinks(out, lse, call.sinks)[0]
+    return keys, values, (column >= begin[:, None]) & (column <= position[:, None])
 
 
 def _cached(call: AttentionCall, row: int, start: int, stop: int) -> tuple[torch.Tensor, ...]:

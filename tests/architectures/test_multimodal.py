@@ -25,6 +25,7 @@ from .compare import (
     generate,
     greedy,
     groups,
+    same_logits,
     text_inputs,
     without_ours,
 )
@@ -489,6 +490,21 @@ def test_the_media_matter(name: str) -> None:
             for numbers in ((0, 1), (2, 3))
         )
         assert (one - other).abs().amax(-1).min() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llava"])
+def test_prefill_of_pictures(name: str) -> None:
+    """M-RoPE gives a picture positions that the mask does not tell."""
+    model, first = tiny(name, "hf_paged"), prompt(name, PROMPTS, 0, 1)
+    expected = greedy(model, DynamicCache(config=model.config), first)
+    cache = PagedCache(config=model.config, block_size=4).prefill(model, **first)
+    text = {key: first[key] for key in ("input_ids", "attention_mask")}
+    found = greedy(model, cache, text)
+    assert torch.equal(found.sequences, expected.sequences)
+    same_logits(found.logits, expected.logits)
+    if name != "llava":
+        with pytest.raises(ValueError, match="leave out chunk_size"):
+            PagedCache(config=model.config).prefill(model, **first, chunk_size=3)
 
 
 def test_a_vision_tower_that_cannot_be_loaded_with_our_attention() -> None:
