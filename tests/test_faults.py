@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
 from hf_paged import pool as pool_module
-from hf_paged.backends import cpu_decode
+from hf_paged.backends import cpu, cpu_decode
 
 Build = Callable[[str], PreTrainedModel]
 
@@ -287,6 +287,57 @@ def test_a_kernel_that_raises(
     cache.pool.check()
 
 
+@pytest.mark.parametrize("lengths", [[9, 9], [9, 5]], ids=["even", "ragged"])
+@pytest.mark.parametrize("behind", [0, 6], ids=["a prompt", "a chunk behind one"])
+def test_a_prompts_kernel_that_raises(
+    tiny_model: Build, lengths: list[int], behind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each of its calls, by row and layer: the step is rolled back, and then works."""
+    model = tiny_model("gemma3_text")
+    model.set_attn_implementation("hf_paged")
+    monkeypatch.setattr(cpu_decode, "refusal", lambda call: "not of interest here")
+    inputs, flash, calls = ragged_ids(lengths), cpu._flash, []
+    fails_at = -1
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == fails_at:
+            raise RuntimeError("no thread could be started")
+        return flash(*args, **kwargs)
+
+    monkeypatch.setattr(cpu, "_flash", failing)
+
+    def begun() -> PagedCache:
+        cache = PagedCache(config=model.config, block_size=4)
+        if behind:
+            step(cache, 0, behind)
+        return cache
+
+    def step(cache: PagedCache, start: int, stop: int) -> torch.Tensor:
+        ids, mask = inputs["input_ids"][:, start:stop], inputs["attention_mask"][:, :stop]
+        with torch.no_grad():
+            return model(ids, attention_mask=mask, past_key_values=cache).logits
+
+    cache = begun()
+    calls.clear()
+    expected, count = step(cache, behind, 9), len(calls)
+    was_complete = []
+    for at in range(1, count + 1):
+        cache, fails_at = begun(), at
+        calls.clear()
+        with pytest.raises(RuntimeError, match="no thread"):
+            step(cache, behind, 9)
+        was_complete.append(cache.get_seq_length() == 9)
+        if was_complete[-1]:  # all layers had their K/V
+            cache.crop(behind - 9)
+        assert cache.get_seq_length() == behind
+        assert torch.equal(step(cache, behind, 9), expected)
+        cache.pool.check()
+        fails_at = -1
+    assert was_complete.index(True) >= 3  # in the last of 4 layers only
+    assert all(was_complete[was_complete.index(True) :])
+
+
 @pytest.mark.parametrize("tensor", range(8))
 def test_growth_that_fails_anywhere_is_made_good(
     tiny_model: Build, tensor: int, monkeypatch: pytest.MonkeyPatch
@@ -311,6 +362,48 @@ def test_growth_that_fails_anywhere_is_made_good(
     with torch.no_grad():
         assert torch.equal(model(ids, past_key_values=cache).logits, expected)
     cache.pool.check()
+
+
+@pytest.mark.parametrize("how", ["forward", "generate"])
+@pytest.mark.parametrize("tensor", range(8))
+def test_a_first_allocation_that_fails_is_made_good(
+    tiny_model: Build, tensor: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K or V of any of 4 layers finds no memory when it is first stored: the same call once more is
+    as on a new cache, and so is another one, at the latest after the reset that it asks for."""
+    model = tiny_model("gemma3_text")
+    model.set_attn_implementation("hf_paged")
+    inputs, other = ragged_ids([9, 5]), ragged_ids([12, 7, 3], seed=1)
+
+    def run(cache: PagedCache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        if how == "generate":
+            return model.generate(**inputs, past_key_values=cache, max_new_tokens=3)
+        with torch.no_grad():
+            return model(**inputs, past_key_values=cache).logits
+
+    empty_blocks = BlockPool._empty_blocks
+    for then in (inputs, other):
+        expected = run(PagedCache(config=model.config, block_size=4), then)
+        cache, calls = PagedCache(config=model.config, block_size=4), []
+
+        def failing(*args: Any, calls: list[Any] = calls) -> torch.Tensor:
+            calls.append(args)
+            if len(calls) == tensor + 1:
+                raise MemoryError
+            return empty_blocks(*args)
+
+        monkeypatch.setattr(BlockPool, "_empty_blocks", failing)
+        with pytest.raises(MemoryError):
+            run(cache, inputs)
+        cache.pool.check()
+        if then is other and tensor > 1:  # a layer has its K/V, and another is what fails
+            with pytest.raises(RuntimeError, match=r"reset\(\) the cache"):
+                run(cache, then)
+            cache.reset()
+        assert torch.equal(run(cache, then), expected)
+        cache.pool.check()
+        cache.free()
+        assert cache.pool.num_used == 0
 
 
 def test_more_than_max_memory_is_refused_each_time() -> None:

@@ -30,6 +30,8 @@ from hf_paged import BlockPool, PagedCache, PoolExhausted
 from hf_paged.fingerprint import encode_extra_key
 
 KINDS = ["cache", "prefixes"]
+# How many are tried: damaged files of each kind, and masks for each model and backend.
+DAMAGED, MANY_DAMAGED, MASKS = 70, 3000, 50
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ def test_flipped_bits_are_noticed(
     kind: str, saved: dict[str, Path], model: Any, tmp_path: Path
 ) -> None:
     flips = damage(kind, saved, model, tmp_path, examples=100)
-    assert flips >= 70
+    assert flips >= DAMAGED
 
 
 @pytest.mark.slow
@@ -100,7 +102,7 @@ def test_flipped_bits_are_noticed(
 def test_thousands_of_flipped_bits_are_noticed(
     kind: str, saved: dict[str, Path], model: Any, tmp_path: Path
 ) -> None:
-    assert damage(kind, saved, model, tmp_path, examples=5000) >= 3000
+    assert damage(kind, saved, model, tmp_path, examples=5000) >= MANY_DAMAGED
 
 
 def damage(kind: str, saved: dict[str, Path], model: Any, folder: Path, examples: int) -> int:
@@ -403,7 +405,7 @@ def test_masks_with_holes(both: Any, backend: str) -> None:
     """Random masks over a prompt and a later chunk: every query that sees something is right."""
     tried = 0
 
-    @settings(max_examples=6, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=MASKS, deadline=None, database=None, derandomize=True)
     @given(st.lists(st.lists(st.booleans(), min_size=13, max_size=13), min_size=1, max_size=4))
     def compare(rows: list[list[bool]]) -> None:
         nonlocal tried
@@ -433,7 +435,7 @@ def test_masks_with_holes(both: Any, backend: str) -> None:
         tried += 1
 
     compare()
-    assert tried >= 6
+    assert tried >= MASKS
 
 
 def test_a_prompt_of_no_tokens(both: Any) -> None:

@@ -470,6 +470,15 @@ def test_a_weight_in_the_place_of_another_never_hits() -> None:
         memory *= 1.01
 
 
+def test_another_dtype_never_hits() -> None:
+    model, ids = llama(), prompt(20)
+    pool = BlockPool(model, block_size=4)
+    learn(pool, model, ids)
+    assert hits(pool, ids) == 19
+    model.to(torch.bfloat16)
+    assert hits(pool, ids) == 0
+
+
 def test_another_dtype_is_refused_where_the_pool_stores_its_own() -> None:
     model, ids = llama(), prompt(20)
     pool = BlockPool(model.config, block_size=4, kv_dtype=torch.bfloat16)
@@ -606,6 +615,15 @@ def test_a_full_pool_evicts_nothing_in_vain() -> None:
         model(input_ids=prompt(36, seed=1), past_key_values=PagedCache(pool=pool))
     assert (error.value.needed, error.value.free, error.value.evictable) == (9, 3, 5)
     assert hits(pool, prompt(20)) == 19
+
+
+def test_what_an_eviction_leaves_is_reused(model: Any) -> None:
+    pool, ids = BlockPool(model, block_size=4), prompt(20)
+    for known in range(4, 21, 4):  # so that each of them ends where every window is there
+        learn(pool, model, ids[:, :known])
+    groups = len(pool.groups)
+    assert pool.evict(2 * groups) == 2 * groups
+    assert reuse(pool, model, {"input_ids": ids}) == [12]
 
 
 def test_clear_prefixes_leaves_caches_alone() -> None:
@@ -776,16 +794,29 @@ def test_a_long_list_of_prompts_runs_in_a_small_pool(model: Any) -> None:
     prompts = [prompt(n, seed=n)[0].tolist() for n in lengths]
     prompts = [common + p if index % 3 == 0 else p for index, p in enumerate(prompts)]
     pool = BlockPool(model, block_size=4, num_blocks=26)
+    learn(pool, model, torch.tensor([common]))  # on its own, so that every window is there
     seen, sizes = {}, []
+    given = forwarded = 0  # the columns of all prompts and answers, and those that were computed
+
+    def count(module: Any, args: Any, kwargs: Any) -> None:
+        nonlocal forwarded
+        forwarded += kwargs["input_ids"].numel()
+
+    hook = model.base_model.register_forward_pre_hook(count, with_kwargs=True)
     for batch in pool.batches(prompts, max_new_tokens=6):
         sizes.append(len(batch))
+        given += batch.inputs["input_ids"].numel() + 5 * len(batch)
         cache = pool.match_prefix(**batch.inputs)
         found = model.generate(**batch.inputs, past_key_values=cache, max_new_tokens=6)
         pool.insert_prefix(cache, found)
         seen |= {index: row[-6:].tolist() for index, row in zip(batch.indices, found, strict=True)}
         pool.check()
+    hook.remove()
     assert sorted(seen) == list(range(24))
     assert max(sizes) > 1
+    matched = pool.stats()["matched_tokens"]
+    assert matched > 0  # what some begin with was computed once
+    assert forwarded <= given - matched
     for index, ids in enumerate(prompts):
         expected = alone(model, {"input_ids": torch.tensor([ids])})
         assert seen[index] == expected[0, -6:].tolist()

@@ -1,10 +1,13 @@
-"""docs/reliability.md names tests that exist, and SECURITY.md points to it."""
+"""docs/reliability.md names tests that exist, and says how much they try."""
 
 from __future__ import annotations
 
 import ast
 import re
 from pathlib import Path
+
+from test_hostile import DAMAGED, FORGERIES, HEADERS, KINDS, LAYOUTS, MANY_DAMAGED, MASKS
+from test_snapshot import BAD_IN_BOTH, BAD_IN_ONE
 
 TESTS = Path(__file__).parent
 DOC = TESTS.parent / "docs" / "reliability.md"
@@ -33,3 +36,14 @@ def test_every_row_of_a_table_names_a_test() -> None:
     promises = [row for row in rows if row != "| promise | tests |"]
     assert len(promises) > 15
     assert not [row for row in promises if ".py::test" not in row.lower()]
+
+
+def test_the_doc_says_how_much_is_tried() -> None:
+    kinds = len(KINDS)
+    forged = kinds * (len(HEADERS) + len(FORGERIES) + len(BAD_IN_BOTH)) + len(BAD_IN_ONE)
+    said = (
+        f"Tried in each run: {kinds * DAMAGED} damaged files (*slow*: {kinds * MANY_DAMAGED:,}), "
+        f"{forged} forged ones, {MASKS} masks for each model and backend, {len(LAYOUTS)} layouts "
+        "of token ids."
+    )
+    assert said in " ".join(DOC.read_text().split())

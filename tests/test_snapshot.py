@@ -309,6 +309,23 @@ def test_another_model_is_refused(saved: dict[str, Any], kind: str) -> None:
     load(kind, saved[kind], saved["model"])
 
 
+def test_another_dtype_is_refused(tmp_path: Path) -> None:
+    """Of the same model, after it was made bfloat16: for its pool as it is, and for a new one."""
+    model = model_of("llama")
+    pool = BlockPool(model, block_size=4)
+    cache, out = filled(model, pool)
+    pool.insert_prefix(cache, out)
+    cache.free()
+    pool.save_prefixes(tmp_path / "prefixes")
+    model.to(torch.bfloat16)
+    for other in (pool, BlockPool(model, block_size=4)):
+        used = other.num_blocks - other.num_free
+        with pytest.raises(ValueError, match="another model, other weights"):
+            other.load_prefixes(tmp_path / "prefixes")
+        other.check()
+        assert other.num_blocks - other.num_free == used
+
+
 def test_another_block_size_and_kind_are_refused(saved: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="block_size is 4, the pool's is 8"):
         load("prefixes", saved["prefixes"], saved["model"], block_size=8)

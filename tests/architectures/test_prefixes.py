@@ -1,0 +1,86 @@
+"""Prompts with images whose beginning is reused, told apart by the image that `extra_key` names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_paged import BlockPool
+
+from .compare import TOLERANCE, Inputs, greedy
+from .test_multimodal import prompt, tiny
+
+FIRST, OTHER = "what is this a picture or sound of", "what is this again please"
+PLACEHOLDERS = 4  # at the beginning of a prompt of LLaVA
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return tiny("llava"), tiny("llava", "hf_paged")
+
+
+def reuse(
+    models: tuple[PreTrainedModel, PreTrainedModel], pool: BlockPool, text: str, image: int
+) -> int:
+    """Generate behind what is known of a text and an image, compare, and say how much that was.
+
+    The image is given where it is not known, as generate has it behind any cache.
+    """
+    plain, model = models
+    inputs = prompt("llava", (text,), image)
+    expected = greedy(plain, DynamicCache(config=plain.config), inputs)
+    with pool.match_prefix(**ids_of(inputs), extra_key=f"image {image}") as cache:
+        known = cache.get_seq_length()
+        if known:
+            assert known > PLACEHOLDERS
+            del inputs["pixel_values"]
+        found = greedy(model, cache, inputs)
+        assert torch.equal(found.sequences, expected.sequences)
+        for mine, theirs in zip(found.logits, expected.logits, strict=True):
+            assert (mine - theirs).abs().nan_to_num().max() <= TOLERANCE
+        pool.insert_prefix(cache, found.sequences, extra_key=f"image {image}")
+        pool.check()
+    return known
+
+
+def ids_of(inputs: Inputs) -> dict[str, Any]:
+    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+
+def test_a_prompt_is_reused_with_its_own_image_only(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+) -> None:
+    pool = BlockPool(models[1], block_size=4)
+    width = prompt("llava", (FIRST,), 0)["input_ids"].shape[1]
+    assert reuse(models, pool, FIRST, 0) == 0
+    assert reuse(models, pool, FIRST, 1) == 0  # the same tokens
+    assert reuse(models, pool, FIRST, 0) == width - 1
+    assert reuse(models, pool, FIRST, 1) == width - 1
+    assert reuse(models, pool, OTHER, 0) == PLACEHOLDERS + 3  # "what is this"
+
+
+def test_a_match_that_ends_in_an_image_does_not_take_the_image_anew(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+) -> None:
+    """Half of it is known: the model says that the rest is not all of an image."""
+    pool = BlockPool(models[1], block_size=2)
+    reuse(models, pool, FIRST, 0)
+    inputs = prompt("llava", (FIRST,), 0)
+    pool.evict(pool.num_evictable - 1)
+    with pool.match_prefix(**ids_of(inputs), extra_key="image 0") as cache:
+        assert cache.get_seq_length() == 2 < PLACEHOLDERS
+        with pytest.raises(ValueError, match="tokens do not match, tokens: 2"):
+            greedy(models[1], cache, inputs)
+
+
+def test_an_image_that_is_seen_both_ways_is_not_indexed() -> None:
+    """Gemma 3 lets the tokens of an image see each other, so none has K/V of its past alone."""
+    model, inputs = tiny("gemma3", "hf_paged"), prompt("gemma3", (FIRST,), 0)
+    pool = BlockPool(model, block_size=4)
+    with pool.match_prefix(**ids_of(inputs)) as cache:
+        out = greedy(model, cache, inputs)
+        assert pool.insert_prefix(cache, out.sequences) == 0
+    assert pool.match_prefix(**ids_of(inputs)).get_seq_length() == 0
