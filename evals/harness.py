@@ -7,8 +7,8 @@ Both models answer the same few-shot questions of the tasks in evals/tasks; log-
 flags and texts must be equal. Tokens are counted by a hook on the model. Writes harness.json, .md
 and .png to evals/results/ (or --out). The same tasks from the command line:
 
-    lm_eval --model hf-paged --model_args pretrained=NAME --include_path evals/tasks \\
-        --tasks continuations --batch_size 8
+    python -m hf_paged.integrations.lm_eval --model hf-paged --model_args pretrained=NAME \\
+        --include_path evals/tasks --tasks continuations --batch_size 8
 """
 
 from __future__ import annotations

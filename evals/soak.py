@@ -4,14 +4,22 @@
     python evals/soak.py --minutes 3    # as `pytest -m slow tests/test_soak.py` does
 
 A small random model with full attention and windows serves chats, samples, beams, forks, failed
-steps and files until caches hold 95% of the pool; then the oldest go. Memory, Python objects and
-operations a second of CPU time are compared between the first and the last third of the time.
-Writes soak.json and .md to evals/results/ (or --out).
+steps and files until caches hold 97% of the blocks for full attention; then the oldest go. The
+first third of the time is compared with the last: resident memory, Python objects, and the speed.
+
+A machine's own speed wanders over half an hour. So each 50 operations, timed in CPU seconds, are
+followed by the same generate with a DynamicCache of a copy of the model (the reference), and the
+speed is how many operations are done in the time that one reference takes.
+
+The exit status is 1 if the speed falls by more than a fifth, memory grows, less than 95% of those
+blocks are taken in the median, or a block is not given back. Writes soak.json, .md and .png to
+evals/results/ (or --out).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import random
 import statistics
@@ -19,20 +27,31 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 import psutil
 import torch
 from tqdm import tqdm
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from evals.common import machine_facts, write_results
 from hf_paged import BlockPool, PagedCache, PoolExhausted
 
-NUM_BLOCKS, MOST_IN_USE = 256, 0.95
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+SLOWEST = 0.8  # of the speed in the first third
+# What allocators keep and give back differs by a few MiB from one time to another. From the first
+# third of 3 minutes to the last there are some 2,000 operations: 8 KiB lost in each would show.
+MEMORY_NOISE = 16  # MiB
+MIB = 2**20
+NUM_BLOCKS = 256
+MOST_IN_USE = 0.97  # of the full-attention blocks, by caches after an operation
+LEAST_TAKEN = 0.95  # of them, by caches or known prefixes: the median
 WARM_UP = 0.1  # of the time, in which allocators and caches fill
 PER_SAMPLE = 50  # operations from one look at memory to the next
 VOCAB = 512
@@ -46,14 +65,15 @@ GENERATE: list[dict[str, Any]] = [
 
 
 class Sample(NamedTuple):
-    """How things are after some operations."""
+    """Some operations, and how things are after them."""
 
-    operations: int
-    cpu_seconds: float
+    minutes: float  # since the beginning
+    cpu_seconds: float  # of the operations
+    reference: float  # CPU seconds of the reference that follows them
     resident: int  # bytes
     objects: int
     in_use: float  # of the full-attention blocks, by caches
-    not_free: float  # of all blocks, by caches or known prefixes
+    not_free: float  # of the same, by caches or known prefixes
 
 
 class Failed(Exception):
@@ -106,8 +126,20 @@ class Work:
             self.evict,
         ]
 
+    def reference(self) -> Callable[[], Any]:
+        """Work that is the same whenever it is called, and that needs nothing of this library."""
+        model = copy.deepcopy(self._model)
+        model.set_attn_implementation("sdpa")
+        ids = torch.tensor([self._tokens(40)])
+
+        def run() -> None:
+            cache = DynamicCache(config=model.config)
+            model.generate(ids, past_key_values=cache, max_new_tokens=64, do_sample=False)
+
+        return run
+
     def step(self) -> None:
-        """One operation; then the oldest caches go until 95% of the pool is in use."""
+        """One operation; then the oldest caches go until as much as is allowed is in use."""
         operation = self._draw.choice(self._operations) if self._caches else self.generate
         try:
             operation()
@@ -123,6 +155,12 @@ class Work:
         """The share of the full-attention blocks that caches hold."""
         tables = [table for cache in self._caches for table in cache.block_tables]
         return len(set().union(*tables)) / NUM_BLOCKS
+
+    def not_free(self) -> float:
+        """The share of the full-attention blocks that caches or known prefixes hold."""
+        self.pool.collect()
+        [group] = [group for group in self.pool.groups if group.window is None]
+        return group.num_used / NUM_BLOCKS
 
     def end(self) -> int:
         """Give all back; says how many blocks did not come back."""
@@ -225,29 +263,33 @@ def _fail(*args: Any) -> None:
 
 
 def soak(minutes: float) -> tuple[Work, list[Sample]]:
-    """Work for some minutes; the samples are those behind the warm-up."""
+    """Work for some minutes and three samples at least; they are those behind the warm-up."""
     torch.set_num_threads(1)  # a second one is no use on tensors as small as these
     process, samples = psutil.Process(), []
     with tempfile.TemporaryDirectory() as folder:
         work = Work(Path(folder))
-        start = time.monotonic()
-        operations, spent = 0, 0.0
+        reference = work.reference()
+        start, spent = time.monotonic(), 0.0
         with tqdm(total=round(60 * minutes), unit="s", disable=None) as progress:
-            while spent < 60 * minutes:
+            while spent < 60 * minutes or len(samples) < 3:
+                times = [time.process_time()]
                 for _ in range(PER_SAMPLE):
                     work.step()
-                operations += PER_SAMPLE
+                times.append(time.process_time())
+                reference()
+                times.append(time.process_time())
                 work.pool.check()
                 gc.collect()
                 spent = time.monotonic() - start
                 progress.update(min(round(spent), progress.total) - progress.n)
                 sample = Sample(
-                    operations,
-                    time.process_time(),
+                    spent / 60,
+                    times[1] - times[0],
+                    times[2] - times[1],
                     process.memory_info().rss,
                     len(gc.get_objects()),
                     work.in_use(),
-                    1 - work.pool.num_free / work.pool.num_blocks,
+                    work.not_free(),
                 )
                 if spent > WARM_UP * 60 * minutes:
                     samples.append(sample)
@@ -255,18 +297,21 @@ def soak(minutes: float) -> tuple[Work, list[Sample]]:
 
 
 def thirds(samples: list[Sample]) -> list[dict[str, Any]]:
-    """Medians of each third of the samples, and its operations a second of CPU time."""
+    """Medians of each third of the samples, and its speed."""
     rows = []
     for index, name in enumerate(("first third", "second third", "last third")):
         part = samples[index * len(samples) // 3 : (index + 1) * len(samples) // 3]
-        first, last = part[0], part[-1]
-        operations = last.operations - first.operations
+        operations = PER_SAMPLE * len(part)
+        seconds = sum(s.cpu_seconds for s in part)
+        reference = statistics.fmean(s.reference for s in part)
         rows.append(
             {
                 "case": name,
                 "operations": operations,
-                "operations / CPU s": operations / (last.cpu_seconds - first.cpu_seconds),
-                "resident MiB": statistics.median(s.resident for s in part) / 2**20,
+                "operations / CPU s": operations / seconds,
+                "reference CPU s": reference,
+                "operations / reference": operations / seconds * reference,
+                "resident MiB": statistics.median(s.resident for s in part) / MIB,
                 "objects": round(statistics.median(s.objects for s in part)),
                 "in use": statistics.median(s.in_use for s in part),
                 "not free": statistics.median(s.not_free for s in part),
@@ -275,20 +320,70 @@ def thirds(samples: list[Sample]) -> list[dict[str, Any]]:
     return rows
 
 
-def main(arguments: argparse.Namespace) -> None:
+def lost(first: dict[str, Any], last: dict[str, Any], blocks: int) -> Iterator[str]:
+    """A sentence for what has grown or is gone, and for a pool that was not full.
+
+    Args:
+        first, last: of `thirds`.
+        blocks: how many did not come back.
+    """
+    grown = last["resident MiB"] - first["resident MiB"]
+    if not grown < MEMORY_NOISE:
+        yield f"Resident memory has grown by {grown:.1f} MiB."
+    if blocks:
+        yield f"{blocks} blocks did not come back."
+    for third in (first, last):
+        if not third["not free"] >= LEAST_TAKEN:
+            yield f"In the {third['case']} {third['not free']:.1%} of the pool are taken."
+
+
+def slowed(first: dict[str, Any], last: dict[str, Any]) -> Iterator[str]:
+    """A sentence if the last third is slower than the first."""
+    share = last["operations / reference"] / first["operations / reference"]
+    if not share >= SLOWEST:
+        yield f"The last third has {share:.0%} of the speed of the first."
+
+
+def plot(samples: list[Sample], path: Path) -> None:
+    """Speed and memory over the time."""
+    panels = {
+        "operations a CPU second": [PER_SAMPLE / s.cpu_seconds for s in samples],
+        "operations in a reference's time": [
+            PER_SAMPLE / s.cpu_seconds * s.reference for s in samples
+        ],
+        "resident MiB": [s.resident / MIB for s in samples],
+    }
+    figure, axes = plt.subplots(1, len(panels), figsize=(15, 4))
+    for axis, (label, values) in zip(axes, panels.items(), strict=True):
+        axis.plot([s.minutes for s in samples], values, ".")
+        axis.set_xlabel("minute")
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: argparse.Namespace) -> int:
     work, samples = soak(arguments.minutes)
+    rows, pool, left = thirds(samples), work.pool.stats(), work.end()
     results = {
-        "Thirds of the time": thirds(samples),
+        "Thirds of the time": rows,
         "Operations": [{"case": name, "times": n} for name, n in sorted(work.done.items())],
-        "Pool": [{"case": name, "times": n} for name, n in work.pool.stats().items()]
-        + [{"case": "blocks that did not come back", "times": work.end()}],
+        "Pool": [
+            {"case": name, "times": n}
+            for name, n in {**pool, "blocks that did not come back": left}.items()
+        ],
     }
     facts = {**machine_facts(), "minutes": arguments.minutes}
     write_results(arguments.out, "soak", "Soak", facts, results)
+    plot(samples, arguments.out / "soak.png")
+    failures = [*lost(rows[0], rows[-1], left), *slowed(rows[0], rows[-1])]
+    print(*failures, sep="\n", file=sys.stderr)
+    return int(bool(failures))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    main(parser.parse_args())
+    sys.exit(main(parser.parse_args()))

@@ -20,6 +20,7 @@ from lm_eval.models.huggingface import HFLM
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
+from evals import harness
 from evals.prefix_reuse import Tokens
 from hf_paged.integrations import lm_eval as paged_lm
 from hf_paged.integrations.lm_eval import PagedHFLM
@@ -233,6 +234,44 @@ def test_an_encoder_decoder_model_is_refused(real):
 def test_newer_versions_of_the_harness_find_the_model_by_its_entry_point():
     [found] = entry_points(group="lm_eval.models", name="hf-paged")
     assert found.load() is PagedHFLM
+
+
+# evals/harness.py
+
+
+def test_the_eval_compares_scores_and_written_answers(real):
+    model = tiny("llama", vocab_size=VOCAB)
+    scored, written = (
+        harness.compare(model, real[1], task, 2, limit)
+        for task, limit in (("continuations", 3), ("continuations_written", 2))
+    )
+    for row, questions in ((scored, 3), (written, 2)):
+        assert row["questions"] == questions
+        assert row["equal scores"]
+        assert row["equal answers"]
+        assert 0 < row["tokens"] < row["hf tokens"]
+    assert scored["scores"].startswith("acc")
+    assert 0 <= scored["max log-likelihood difference"] < harness.TOLERANCE
+    assert written["max log-likelihood difference"] == ""
+
+
+def test_the_eval_says_what_differs_and_what_is_slow():
+    good = {
+        "case": "a",
+        "equal scores": True,
+        "equal answers": True,
+        "max log-likelihood difference": 1e-5,
+        "x": 2.1,
+    }
+    assert harness.missed([good, {**good, "max log-likelihood difference": "", "x": 1.1}]) == []
+    for name, value, said in [
+        ("equal scores", False, "not those of hf"),
+        ("equal answers", False, "not those of hf"),
+        ("max log-likelihood difference", 2e-3, "not those of hf"),
+        ("x", 1.9, "1.90 times"),
+    ]:
+        [sentence] = harness.missed([good, {**good, name: value}])
+        assert said in sentence
 
 
 @pytest.mark.slow  # the harness looks through thousands of tasks of its own
