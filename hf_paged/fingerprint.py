@@ -146,15 +146,15 @@ def _digest(model: torch.nn.Module) -> str:
         for weight in _weights([module]):
             digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
             try:
-                parts = _sums(weight.detach())
-            except (RuntimeError, NotImplementedError, TypeError) as error:
+                parts = [part.cpu().numpy() for part in _sums(weight.detach())]
+            except (RuntimeError, TypeError) as error:
                 raise ValueError(
                     f"The weights of {name!r} ({type(weight).__name__} on {weight.device}) cannot "
                     "be read, so the pool cannot tell its model from others; make it from the "
                     "config."
                 ) from error
             for part in parts:
-                digest.update(part.cpu().numpy().tobytes())
+                digest.update(part.tobytes())
     return digest.hexdigest()
 
 

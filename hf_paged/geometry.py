@@ -38,6 +38,15 @@ WITHOUT_CACHE = {
     "xlnet": "it keeps hidden states (mems)",
     "xlstm": "it keeps recurrent states",
 }
+MEDIA = ("image", "video", "audio", "speech")
+# Models that keep by how much the positions of the last prompt differ from its tokens (rope_deltas)
+# and add that to those of any prompt behind a cache; their decoders' names begin with theirs.
+WITH_OFFSETS = (
+    *("cohere_compass", "cosmos3", "ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v", "glm_image"),
+    *("glm_ocr", "hunyuan_vl", "hy_v4_vl", "hyperclovax_vision_v2", "minicpmv4_7", "paddleocr_vl"),
+    *("qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_omni_moe", "qwen3_vl"),
+    "qwen4_exp",
+)
 # Models that take no position_ids and count columns, padding included.
 POSITIONS_WITH_PADDING = {
     "bart",
@@ -97,8 +106,18 @@ def stateful_layers(config: PreTrainedConfig) -> list[int]:
     ]
 
 
+def media_tokens(config: PreTrainedConfig) -> list[int]:
+    """The token ids of a whole model's config that stand for a part of an image, video or sound."""
+    names = (f"{kind}_token_{end}" for kind in MEDIA for end in ("id", "index"))
+    found = {getattr(config, name, None) for name in names}
+    return sorted(token for token in found if isinstance(token, int))
+
+
 def longest_prefix(config: PreTrainedConfig) -> int | None:
     """The longest prompt whose beginning has the K/V that it would have alone; None is any.
+
+    Args:
+        config: of the whole model.
 
     Beyond it the rotary frequencies depend on the length itself (dynamic scaling, LongRoPE).
 
@@ -106,6 +125,13 @@ def longest_prefix(config: PreTrainedConfig) -> int | None:
         ValueError: layers keep other states than K/V, which are known for whole prompts only, or
             K/V depend on another input too.
     """
+    kinds = [config.model_type]
+    config = decoder_config(config)
+    if any(kind.startswith(WITH_OFFSETS) for kind in (*kinds, config.model_type)):
+        raise ValueError(
+            f"Prefixes of a {kinds[0]} model cannot be reused: it keeps the offset of the last "
+            "prompt's positions (M-RoPE) for all that have a cache; use plain caches."
+        )
     if config.is_encoder_decoder:
         raise ValueError(
             "Prefixes of an encoder-decoder model cannot be reused: the K/V of its decoder depend "

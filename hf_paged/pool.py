@@ -37,11 +37,12 @@ from .geometry import (
     elements_per_token,
     layer_config,
     longest_prefix,
+    media_tokens,
     paged_windows,
     parse_memory,
     stateful_layers,
 )
-from .prefix import PrefixIndex
+from .prefix import Key, PrefixIndex
 from .transfer import upload
 
 if TYPE_CHECKING:
@@ -347,7 +348,8 @@ class BlockPool:
                 "config must be a model's PreTrainedConfig or the model, not "
                 f"{type(config).__name__}."
             )
-        self._model = model
+        self._model, self._whole_config = model, config
+        self.media_tokens = media_tokens(config)
         self.config = decoder_config(config)
         check_cacheable(self.config)
         self._config_fingerprint = config_fingerprint(self.config)
@@ -393,7 +395,7 @@ class BlockPool:
         Raises:
             ValueError: the model's prefixes cannot be reused exactly.
         """
-        return longest_prefix(self.config)
+        return longest_prefix(self._whole_config)
 
     @property
     def num_blocks(self) -> int:
@@ -461,13 +463,14 @@ class BlockPool:
             num_return_sequences: how many rows of the cache each prompt gets.
 
         Raises:
-            ValueError: padding on the right, or a model whose prefixes cannot be reused exactly
-                (recurrent layers, rotary embeddings that depend on the whole length).
+            ValueError: padding on the right, images or sounds without an extra_key, or a model
+                whose prefixes cannot be reused exactly (recurrent layers, rotary embeddings that
+                depend on the whole length or on the last prompt).
         """
         from .reuse import match_prefix
 
         _check_count("num_return_sequences", num_return_sequences)
-        key = self.identity(), encode_extra_key(extra_key)
+        key = self._key(input_ids, extra_key)
         return match_prefix(self, key, input_ids, attention_mask, num_return_sequences)
 
     def insert_prefix(
@@ -504,7 +507,7 @@ class BlockPool:
         """
         from .reuse import insert_prefix
 
-        key = self.identity(), encode_extra_key(extra_key)
+        key = self._key(sequences, extra_key)
         return insert_prefix(self, key, cache, sequences, attention_mask)
 
     def batches(
@@ -661,6 +664,20 @@ class BlockPool:
         from .reuse import load_prefixes
 
         return load_prefixes(self, path)
+
+    def _key(self, ids: torch.Tensor, extra_key: ExtraKey) -> Key:
+        """What prompts of these ids are indexed under.
+
+        Raises:
+            ValueError: K/V depend on images or sounds that nothing names.
+        """
+        media = torch.tensor(self.media_tokens, device=ids.device)
+        if extra_key is None and len(media) and torch.isin(ids, media).any():
+            raise ValueError(
+                "The prompts hold images or sounds, on which K/V depend; name these by extra_key "
+                "(a hash of their data)."
+            )
+        return self.identity(), encode_extra_key(extra_key)
 
     def identity(self) -> str:
         """What K/V depend on besides tokens and extra keys: config, and weights where known."""

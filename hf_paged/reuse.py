@@ -34,7 +34,9 @@ def match_prefix(
         found = [pool.index.match(key, prompt) for prompt in prompts]
         ends = padding + [length for length, _ in found]
         columns = min(int(ends.min()), input_ids.shape[1] - 1)
-        columns = _readable_columns(pool, columns, padding, [blocks for _, blocks in found])
+        is_media = np.isin(input_ids.cpu().numpy(), pool.media_tokens)
+        blocks_of_rows = [blocks for _, blocks in found]
+        columns = _readable_columns(pool, columns, padding, is_media, blocks_of_rows)
         tokens = Tokens(columns, np.maximum(columns - padding, 0))
         pool.matched_tokens += int(tokens.lengths.sum())
         pool.hits += int(np.count_nonzero(tokens.lengths))
@@ -42,7 +44,9 @@ def match_prefix(
         if not columns:
             return PagedCache(pool=pool)
         tables = [
-            _table(tokens, first_block(group, tokens), [blocks[index] for _, blocks in found], pool)
+            _table(
+                tokens, first_block(group, tokens), [held[index] for held in blocks_of_rows], pool
+            )
             for index, group in enumerate(pool.groups)
         ]
         rows = np.arange(len(prompts)).repeat(num_return_sequences)
@@ -220,11 +224,21 @@ def _rows_of_sequences(
 
 
 def _readable_columns(
-    pool: BlockPool, columns: int, padding: np.ndarray, blocks: list[list[np.ndarray]]
+    pool: BlockPool,
+    columns: int,
+    padding: np.ndarray,
+    is_media: np.ndarray,
+    blocks: list[list[np.ndarray]],
 ) -> int:
-    """The most of the first `columns` columns at which every row has all that its windows reach."""
+    """The most of the first `columns` columns at which every row has all that its windows reach.
+
+    They end in no row between two tokens of an image, for a model takes images as a whole.
+    """
     while True:
         ends = [columns]
+        for row in is_media[is_media[:, max(columns - 1, 0) : columns + 1].all(1)]:
+            others = np.flatnonzero(~row[:columns])
+            ends.append(int(others[-1]) + 1 if len(others) else 0)
         for pad, held in zip(padding, blocks, strict=True):
             length = max(columns - int(pad), 0)
             readable = longest_readable(length, held, pool.groups, pool.block_size)

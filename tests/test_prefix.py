@@ -491,7 +491,7 @@ def test_another_dtype_is_refused_where_the_pool_stores_its_own() -> None:
 def test_weights_that_are_not_loaded_are_refused() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=32))
-    with pytest.raises(ValueError, match="are not loaded"):
+    with pytest.raises(ValueError, match=r"on meta. cannot be read"):
         BlockPool(model).match_prefix(prompt(5))
 
 
@@ -861,7 +861,7 @@ def test_a_batch_of_padding_in_front_of_which_nothing_is_known(tmp_path: Path) -
     }
     cache = pool.match_prefix(**inputs)
     assert cache.get_seq_length() == 6
-    assert [keys.shape[2] for keys, _, _ in cache] in ([], [6, 6])
+    assert all(keys is None for keys, _, _ in cache)  # no K/V have come yet, nor their shape
     cache.save(tmp_path / "cache")
     assert PagedCache.load(tmp_path / "cache", llama()).get_seq_length() == 6
     found = model.generate(**inputs, past_key_values=cache, max_new_tokens=4)

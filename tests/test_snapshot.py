@@ -76,7 +76,8 @@ def test_blocks_return_to_the_device_of_their_layer() -> None:
         for layer in range(model.config.num_hidden_layers):
             other.update(states, states, layer)
     placed = moved_out.place(pool, tables.tokens)
-    assert [table.shape for table in placed.tables] == [table.shape for table in tables.tables]
+    for table, before in zip(placed.tables, tables.tables, strict=True):
+        assert (table >= 0).sum() == (before >= 0).sum() > 0
     pool.check()
 
 

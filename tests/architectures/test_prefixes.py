@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+import transformers
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
 
 from hf_paged import BlockPool
+from hf_paged.geometry import longest_prefix
 
 from .compare import TOLERANCE, Inputs, greedy
 from .test_multimodal import prompt, tiny
@@ -62,25 +65,52 @@ def test_a_prompt_is_reused_with_its_own_image_only(
     assert reuse(models, pool, OTHER, 0) == PLACEHOLDERS + 3  # "what is this"
 
 
-def test_a_match_that_ends_in_an_image_does_not_take_the_image_anew(
+def test_a_match_never_ends_in_an_image(
     models: tuple[PreTrainedModel, PreTrainedModel],
 ) -> None:
-    """Half of it is known: the model says that the rest is not all of an image."""
+    """Half of it is known: the model takes it as a whole or not at all."""
     pool = BlockPool(models[1], block_size=2)
     reuse(models, pool, FIRST, 0)
-    inputs = prompt("llava", (FIRST,), 0)
     pool.evict(pool.num_evictable - 1)
-    with pool.match_prefix(**ids_of(inputs), extra_key="image 0") as cache:
-        assert cache.get_seq_length() == 2 < PLACEHOLDERS
-        with pytest.raises(ValueError, match="tokens do not match, tokens: 2"):
-            greedy(models[1], cache, inputs)
+    assert pool.num_evictable == 1
+    assert reuse(models, pool, FIRST, 0) == 0
 
 
 def test_an_image_that_is_seen_both_ways_is_not_indexed() -> None:
     """Gemma 3 lets the tokens of an image see each other, so none has K/V of its past alone."""
     model, inputs = tiny("gemma3", "hf_paged"), prompt("gemma3", (FIRST,), 0)
-    pool = BlockPool(model, block_size=4)
-    with pool.match_prefix(**ids_of(inputs)) as cache:
+    pool, key = BlockPool(model, block_size=4), {"extra_key": "image 0"}
+    with pool.match_prefix(**ids_of(inputs), **key) as cache:
         out = greedy(model, cache, inputs)
-        assert pool.insert_prefix(cache, out.sequences) == 0
-    assert pool.match_prefix(**ids_of(inputs)).get_seq_length() == 0
+        assert pool.insert_prefix(cache, out.sequences, **key) == 0
+    assert pool.match_prefix(**ids_of(inputs), **key).get_seq_length() == 0
+
+
+def test_an_image_that_nothing_names_is_refused(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+) -> None:
+    inputs, pool = ids_of(prompt("llava", (FIRST,), 0)), BlockPool(models[1], block_size=4)
+    with pytest.raises(ValueError, match="name these by extra_key"):
+        pool.match_prefix(**inputs)
+    with (
+        pool.match_prefix(**inputs, extra_key="image 0") as cache,
+        pytest.raises(ValueError, match="name these by extra_key"),
+    ):
+        pool.insert_prefix(cache, inputs["input_ids"])
+    text = inputs["input_ids"][:, PLACEHOLDERS:]
+    assert pool.match_prefix(text).get_seq_length() == 0
+
+
+def test_positions_that_depend_on_the_last_prompt_are_refused() -> None:
+    """In all models of transformers that keep `rope_deltas`, by their config or their decoder's."""
+    folder = Path(transformers.__file__).parent / "models"
+    files = [path for path in folder.glob("*/modeling_*.py") if "rope_deltas" in path.read_text()]
+    assert len(files) >= 10
+    for path in files:
+        kind = path.parent.name
+        whole = CONFIG_MAPPING[kind]()
+        decoder = whole.get_text_config(decoder=True)
+        # Some have the decoder of a model of text alone.
+        for given in [whole, decoder] if kind in decoder.model_type else [whole]:
+            with pytest.raises(ValueError, match="offset of the last prompt's positions"):
+                longest_prefix(given)
