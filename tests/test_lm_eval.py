@@ -240,12 +240,12 @@ def test_newer_versions_of_the_harness_find_the_model_by_its_entry_point():
 
 
 def test_the_eval_compares_scores_and_written_answers(real):
-    model = tiny("llama", vocab_size=VOCAB)
+    model = tiny("llama", vocab_size=VOCAB, max_position_embeddings=2048)
     scored, written = (
         harness.compare(model, real[1], task, 2, limit)
-        for task, limit in (("continuations", 3), ("continuations_written", 2))
+        for task, limit in (("continuations", 3), ("continuations_written", 4))
     )
-    for row, questions in ((scored, 3), (written, 2)):
+    for row, questions in ((scored, 3), (written, 4)):  # two batches at least, to share
         assert row["questions"] == questions
         assert row["equal scores"]
         assert row["equal answers"]
