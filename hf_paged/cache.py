@@ -249,10 +249,10 @@ class PagedCache(DynamicCache):
             )
         body = unwrapped(model).base_model
         start, last = self.get_seq_length(), input_ids.shape[1] - 1
-        if start > last:
+        if start > input_ids.shape[1]:
             raise ValueError(
-                f"input_ids has {last + 1} tokens, the cache holds {start}; pass whole prompts, in "
-                "front what the cache holds."
+                f"input_ids has {input_ids.shape[1]} tokens, the cache holds {start}; pass whole "
+                "prompts, in front what the cache holds."
             )
         # With M-RoPE an image takes positions of its own, which the model finds.
         finds_positions = bool(kwargs) and hasattr(body, "get_rope_index")
