@@ -358,7 +358,7 @@ def plot(samples: list[Sample], path: Path) -> None:
         axis.plot([s.minutes for s in samples], values, ".")
         axis.set_xlabel("minute")
         axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * max(values))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

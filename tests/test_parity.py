@@ -183,5 +183,5 @@ def test_a_fault_that_is_not_caught_fails_it(
 @pytest.mark.usefixtures("few")
 def test_a_short_text_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "short").write_text("w3 w4 w5")
-    with pytest.raises(ValueError, match="The text has 3 tokens, 4 windows of 64 need 256"):
+    with pytest.raises(ValueError, match="The text has 3 tokens, 3 windows of 64 need 192"):
         run(folder, tmp_path, "--file", str(tmp_path / "short"))
