@@ -125,11 +125,10 @@ def longest_prefix(config: PreTrainedConfig) -> int | None:
         ValueError: layers keep other states than K/V, which are known for whole prompts only, or
             K/V depend on another input too.
     """
-    kinds = [config.model_type]
-    config = decoder_config(config)
-    if any(kind.startswith(WITH_OFFSETS) for kind in (*kinds, config.model_type)):
+    kind, config = config.model_type, decoder_config(config)
+    if kind.startswith(WITH_OFFSETS) or config.model_type.startswith(WITH_OFFSETS):
         raise ValueError(
-            f"Prefixes of a {kinds[0]} model cannot be reused: it keeps the offset of the last "
+            f"Prefixes of a {kind} model cannot be reused: it keeps the offset of the last "
             "prompt's positions (M-RoPE) for all that have a cache; use plain caches."
         )
     if config.is_encoder_decoder:

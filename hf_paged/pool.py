@@ -671,12 +671,13 @@ class BlockPool:
         Raises:
             ValueError: K/V depend on images or sounds that nothing names.
         """
-        media = torch.tensor(self.media_tokens, device=ids.device)
-        if extra_key is None and len(media) and torch.isin(ids, media).any():
-            raise ValueError(
-                "The prompts hold images or sounds, on which K/V depend; name these by extra_key "
-                "(a hash of their data)."
-            )
+        if extra_key is None and self.media_tokens:
+            media = torch.tensor(self.media_tokens, device=ids.device)
+            if torch.isin(ids, media).any():
+                raise ValueError(
+                    "The prompts hold images or sounds, on which K/V depend; name these by "
+                    "extra_key (a hash of their data)."
+                )
         return self.identity(), encode_extra_key(extra_key)
 
     def identity(self) -> str:

@@ -39,10 +39,9 @@ class CPUBackend:
             if out is not None:
                 return out
         step = call.group.step
-        if call.softcap is not None:  # the kernel turned out not to run, and torch's has none
-            return torch.cat([_attend_capped(call, row) for row in range(len(step))])
         is_even = step.num_tokens == len(step) * step.columns
-        if is_even and not step.before.lengths.any() and not call.first_visible.any():
+        is_causal = call.softcap is None and not call.first_visible.any()
+        if is_even and is_causal and not step.before.lengths.any():
             return _attend_prompts(call)
         return torch.cat([_attend_row(call, row) for row in range(len(step))])
 
@@ -61,6 +60,8 @@ def _attend_row(call: AttentionCall, row: int) -> torch.Tensor:
     start, stop = call.group.step.token_starts[row : row + 2]
     if start == stop:
         return call.query.new_empty((0, call.query.shape[1], call.values.shape[2]))
+    if call.softcap is not None:
+        return _attend_capped(call, row, start, stop)
     begin = call.first_visible[start:stop]
     if begin[0] != begin[-1]:
         parts = [
@@ -103,10 +104,8 @@ def _attend_window(call: AttentionCall, row: int, start: int, stop: int) -> torc
     return _with_sinks(out, lse, call.sinks)[0]
 
 
-def _attend_capped(call: AttentionCall, row: int) -> torch.Tensor:
-    start, stop = call.group.step.token_starts[row : row + 2]
-    if start == stop:
-        return call.query.new_empty((0, call.query.shape[1], call.values.shape[2]))
+def _attend_capped(call: AttentionCall, row: int, start: int, stop: int) -> torch.Tensor:
+    """New tokens of `row` under a softcap, which torch's kernel lacks, where ours does not run."""
     keys, values, visible = _visible(call, row, start, stop)
     query, keys, values = (
         states.transpose(1, 2) for states in (call.query[None, start:stop], keys, values)
