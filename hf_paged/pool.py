@@ -623,12 +623,15 @@ class BlockPool:
             0 if group.max_blocks is None else max(count - group.num_free, 0)
             for group, count in zip(self.groups, counts, strict=True)
         ]
-        if any(short):
-            self._evict(lambda freed: all(f >= s for f, s in zip(freed, short, strict=True)))
-        for index, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
-            if count > group.num_free and group.max_blocks is not None:
-                evictable = self.index.evictable()[index]
-                raise PoolExhausted(count, group.num_free, evictable, group.capacity, str(group))
+        if any(short) and not self._evict(
+            lambda freed: all(f >= s for f, s in zip(freed, short, strict=True))
+        ):
+            evictable = self.index.evictable()
+            at = next(index for index, count in enumerate(short) if count > evictable[index])
+            group = self.groups[at]
+            raise PoolExhausted(
+                counts[at], group.num_free, evictable[at], group.capacity, str(group)
+            )
         for group, count in zip(self.groups, counts, strict=True):
             group.ensure_free(count)
         taken = [group.take(count) for group, count in zip(self.groups, counts, strict=True)]

@@ -607,6 +607,21 @@ def test_a_node_in_use_is_never_evicted() -> None:
     assert pool.num_free == pool.num_blocks
 
 
+def test_a_full_pool_names_the_group_that_eviction_does_not_help() -> None:
+    pool, ids = BlockPool(CONFIG, block_size=4, num_blocks=12), prompt(16)
+    with pool.match_prefix(ids) as cache:
+        for layer in range(2):
+            cache.update(*torch.rand(2, 1, 1, 16, 2), layer)
+        pool.insert_prefix(cache, ids, attention_mask=torch.ones_like(ids))
+    enough = pool.groups[0].num_free + pool.index.evictable()[0]
+    assert enough > pool.groups[0].num_free
+    with pytest.raises(PoolExhausted, match="window") as error:
+        pool.take([enough, 13])
+    assert error.value.needed == 13
+    assert pool.stats()["evictions"] == 0
+    pool.check()
+
+
 def test_a_full_pool_evicts_nothing_in_vain() -> None:
     model = llama()
     pool = BlockPool(model, block_size=4, num_blocks=8)
