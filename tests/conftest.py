@@ -81,16 +81,23 @@ def two_layer_config(window: int) -> Gemma3TextConfig:
 
 def check_used(pool: BlockPool, caches: Iterable[PagedCache]) -> None:
     """Raise AssertionError unless the blocks that these hold, all caches of the pool, are those
-    that it says are used. With several layer groups these may be more: what is known of a block's
-    tokens is evicted in all groups at once, so it stays while one of them has it in use."""
+    that it says are used, with full attention those of known tokens in front of them too (in the
+    tree of another key than the cache's these may be others). With several layer groups there may
+    be more: what is known of a block's tokens is evicted in all groups at once, so it stays while
+    one of them has it in use."""
     tables = [cache._batch.tables for cache in caches]
     for index, (group, evictable) in enumerate(
         zip(pool.groups, pool.index.evictable(), strict=True)
     ):
         held = {int(block) for table in tables for block in table.held(index)}
+        needed = set(held)
+        for _, path in pool.index.paths() if group.window is None else ():
+            blocks = [node.blocks[index] for node in path]
+            last = max((at for at, block in enumerate(blocks) if block in held), default=0)
+            needed.update(block for block in blocks[:last] if block >= 0)
         used = group.num_used - evictable
-        assert used == len(held) or (used > len(held) and len(pool.groups) > 1), (
-            f"{group}: caches hold {len(held)} blocks, the pool says that {used} are used"
+        assert used == len(needed) or (used > len(held) and len(pool.groups) > 1), (
+            f"{group}: caches need {len(needed)} blocks, the pool says that {used} are used"
         )
 
 

@@ -219,7 +219,7 @@ class Fuzz(RuleBasedStateMachine):
                 assert tracked.cache.block_tables == tables
         except Failed:
             self._note("failed")
-            if not tracked.is_torn:
+            if tracked.columns or not tracked.is_torn:
                 tracked.crop(0)  # rolls it back
         finally:
             self.watch.fails = None
