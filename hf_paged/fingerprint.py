@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import weakref
-from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ IRRELEVANT = {
     *("id2label", "label2id", "num_labels", "problem_type", "return_dict"),
     *("output_attentions", "output_hidden_states", "attention_dropout", "hidden_dropout"),
 }
+
+_version = attrgetter("_version")
 
 ExtraKey = str | int | bytes | tuple["ExtraKey", ...] | None
 
@@ -41,11 +43,10 @@ class _State:
     """A model as it was when its weights were read; it keeps no part of it alive."""
 
     def __init__(self, model: torch.nn.Module):
-        modules = list(model.modules())
-        weights = _weights(modules)
-        self._modules = [weakref.ref(module) for module in modules]
-        self._children = _children(modules)
-        self._weights = [weakref.ref(weight) for weight in weights]
+        modules, self._tree, weights = _parts(model)
+        self._died: list[Any] = []  # with all alive, no other has the address of one
+        self._alive = [weakref.ref(weight, self._died.append) for weight in weights]
+        self._addresses = list(map(id, weights))
         self._places = _places(weights)
         # Layers that PEFT has wrapped; models have methods of that name.
         self._adapters = [
@@ -55,15 +56,13 @@ class _State:
         ]
         self.digest = _digest(model)
 
-    def is_current(self) -> bool:
-        """Whether the model still has the same modules and weights, and none was written since."""
-        modules = [module() for module in self._modules]
-        if None in modules or _children(modules) != self._children:
-            return False
-        weights = _weights(modules)
+    def is_current(self, model: torch.nn.Module) -> bool:
+        """Whether the model still has the same weights in the same places, none written since."""
+        _, tree, weights = _parts(model)
         return (
-            len(weights) == len(self._weights)
-            and all(then() is now for then, now in zip(self._weights, weights, strict=True))
+            not self._died
+            and tree == self._tree
+            and list(map(id, weights)) == self._addresses
             and self._places is not None
             and _places(weights) == self._places
         )
@@ -87,7 +86,7 @@ def model_fingerprint(model: torch.nn.Module) -> str:
     for what is written through `weight.data`; tensors made in inference mode have none.
     """
     state = _read.get(model)
-    if state is None or not state.is_current():
+    if state is None or not state.is_current(model):
         state = _read[model] = _State(model)
     return json.dumps({"weights": state.digest, "adapters": state.adapters()})
 
@@ -114,27 +113,33 @@ def _tagged(key: Any) -> dict[str, Any]:
     )
 
 
-# This is asked at each call, behind a forward that leaves nothing in the processor's caches, so all
-# modules are looked at together, in as few steps as can be.
-def _children(modules: Iterable[Any]) -> list[list[int]]:
-    """The children of each module, by their addresses: they can be compared while they live."""
-    return [list(map(id, module._modules.values())) for module in modules]
-
-
-def _weights(modules: Iterable[Any]) -> list[torch.Tensor]:
-    """The parameters and buffers of modules; not those that they can compute anew."""
-    weights = [weight for module in modules for weight in module._parameters.values()]
-    for module in modules:
+# This is asked at each call, behind a forward that leaves nothing in the processor's caches: each
+# module is looked at once, and as little of it as can be.
+def _parts(model: torch.nn.Module) -> tuple[list[Any], list[int], list[torch.Tensor]]:
+    """All modules from the top down, the children of each that has some, and their weights."""
+    modules: list[Any] = [model]
+    tree, weights = [], []
+    for module in modules:  # grows on the way
+        if children := module._modules:
+            tree.append(len(children))
+            modules += filter(None, children.values())
+        if parameters := module._parameters:
+            weights += parameters.values()
         if module._buffers:
-            passing = module._non_persistent_buffers_set
-            weights += [b for name, b in module._buffers.items() if name not in passing]
-    return [weight for weight in weights if weight is not None]
+            weights += _lasting_buffers(module)
+    return modules, tree, [weight for weight in weights if weight is not None]
 
 
-def _places(weights: Iterable[torch.Tensor]) -> list[tuple[int, int]] | None:
+def _lasting_buffers(module: torch.nn.Module) -> list[torch.Tensor | None]:
+    """The buffers of a module but those that it can compute anew."""
+    passing = module._non_persistent_buffers_set
+    return [buffer for name, buffer in module._buffers.items() if name not in passing]
+
+
+def _places(weights: list[torch.Tensor]) -> tuple[list[int], list[int]] | None:
     """Where each weight is and how often it was written; None if one does not tell."""
     try:
-        return [(weight.data_ptr(), weight._version) for weight in weights]
+        return list(map(torch.Tensor.data_ptr, weights)), list(map(_version, weights))
     except RuntimeError:
         return None
 
@@ -143,7 +148,9 @@ def _digest(model: torch.nn.Module) -> str:
     """Of all bits of each weight, which stands at which place."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
-        for weight in _weights([module]):
+        for weight in (*module._parameters.values(), *_lasting_buffers(module)):
+            if weight is None:
+                continue
             digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
             try:
                 parts = [part.cpu().numpy() for part in _sums(weight.detach())]
