@@ -92,21 +92,22 @@ class PrefixIndex:
         Returns:
             How many of the tokens were not known before.
         """
-        known = self._walk(key, tokens)[1]
         if not tokens:
             return 0
         node = self._roots.setdefault(key, Node((), [], None))
-        path = []
+        path, known = [], 0
         for index, label in enumerate(self._labels(tokens)):
             child = node.children.get(label) or _child_beginning_with(node, label)
             if child is None:
+                known += max((_common(label, other) for other in node.children), default=0)
                 child = self._add(node, label, [int(table[index]) for table in tables])
             else:
+                known += len(label)
                 self._redirect(tables, index, child, is_whole=len(label) == len(child.label))
             path.append(child)
             node = child
         self._use(path)
-        return max(len(tokens) - known, 0)
+        return len(tokens) - known
 
     def evictable(self) -> list[int]:
         """Blocks of each group that nothing but the index holds and that `evict` could free."""
