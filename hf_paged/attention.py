@@ -138,7 +138,7 @@ def paged_mask(
             shows padding to a model that would look at it.
     """
     config: Any = kwargs.get("config")
-    is_additive = _adds_masks(type(config))  # type: ignore[arg-type]  # a type is hashable
+    is_additive = _adds_masks(type(config))
     mask_dtype = kwargs.get("dtype", torch.float32) if is_additive else torch.bool
 
     def build(kv_length: int, skip: bool) -> torch.Tensor | None:
@@ -198,6 +198,7 @@ def paged_mask(
     return mask
 
 
+@torch.compiler.disable
 @cache
 def _adds_masks(config_type: Any) -> bool:
     """Whether the models of a config add a mask to their scores, so that it must not be boolean.

@@ -13,9 +13,30 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from .batch import Batch, KVLength
+from .batch import Batch
 from .geometry import cross_layers
 from .view import LayerPages
+
+
+# A compiled forward breaks its graph here, and gets ordinary numbers and tensors: it can neither
+# trace what is decided on the host nor hold a view.
+@torch.compiler.disable
+def _columns(batch: Batch) -> int:
+    return batch.columns
+
+
+@torch.compiler.disable
+def _mask_sizes(batch: Batch, queries: int, window: int | None) -> tuple[int, int]:
+    length, offset = batch.mask_sizes(queries, window)
+    return int(length), offset
+
+
+@torch.compiler.disable
+def _updated(
+    batch: Batch, index: int, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    pages: LayerPages = batch.update(index, keys, values)
+    return pages.tensors()
 
 
 class PagedLayer(DynamicLayer):
@@ -73,16 +94,22 @@ class PagedLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [batch, kv_heads, tokens, head_dim] K/V; returns views of all that are shown."""
+        if torch.compiler.is_compiling():
+            return _updated(self._batch, self._index, key_states, value_states)
         pages: LayerPages = self._batch.update(self._index, key_states, value_states)
         return pages.views()
 
     def get_seq_length(self) -> int:
+        if torch.compiler.is_compiling():
+            return _columns(self._batch)
         return self._batch.columns
 
     def get_max_length(self) -> int:
         return -1 if self._window is None else self._window
 
-    def get_mask_sizes(self, query_length: int) -> tuple[KVLength, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if torch.compiler.is_compiling():
+            return _mask_sizes(self._batch, query_length, self._window)
         return self._batch.mask_sizes(query_length, self._window)
 
     def crop(self, tokens_to_remove: int) -> None:

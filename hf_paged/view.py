@@ -62,6 +62,14 @@ class LayerPages:
             without_gradient(values, PagedView, self, values, self.storage.values),
         )
 
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same (keys, values) as ordinary tensors, for a compiled forward."""
+        self.calls.dense["torch.compile"] += 1
+        return (
+            without_gradient(self.keys, self.dense, self.keys.detach(), self.storage.keys),
+            without_gradient(self.values, self.dense, self.values.detach(), self.storage.values),
+        )
+
     def dense(self, new: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """[rows, kv_heads, kv_length, head_dim]: the past gathered from `blocks`, then `new`."""
         if not self.group.step.is_current:
