@@ -47,6 +47,7 @@ import matplotlib.pyplot as plt
 SLOWEST = 0.8  # of the speed in the first third
 # What allocators keep and give back differs by a few MiB from one time to another. From the first
 # third of 3 minutes to the last there are some 2,000 operations: 8 KiB lost in each would show.
+# Objects do grow: for each size that safetensors (0.8) writes, ctypes makes types that stay.
 MEMORY_NOISE = 16  # MiB
 MIB = 2**20
 NUM_BLOCKS = 256
