@@ -11,28 +11,29 @@ PagedCache on purpose (negative controls) go the same way through the same gates
 exit status is 1 if a way fails a gate or a fault passes all. Writes parity.json, .md and .png to
 evals/results/ (or --out).
 
-The reference is DynamicCache with sdpa. In float32 the gates are a largest difference of 1e-4
-between two normalised logits (log-probabilities: what is added to all logits of a token alike
-changes no prediction), the same likeliest token everywhere, and the same tokens when both go on
-greedily. 1e-4 is tight: SmolLM2's logits reach 40, and those of DynamicCache in float32 are as far
-from the same model in float64, norms and rotary angles apart (9.95e-5 at most over 2,040 tokens in
-chunks). "max logit" has the difference before normalising, and the row of eager attention shows how
-far another order of summation goes.
+The reference is DynamicCache with sdpa. How far the same with eager attention is from it, which
+nobody takes for another model, is measured in the same run on the same tokens: the noise floor.
 
-In bfloat16 rounding decides what the logits are, and no two ways to compute attention agree. What
-may differ is measured in the same run on the same tokens: the KL divergence of DynamicCache with
-eager attention, which nobody takes for another model (the noise floor). Two statistics are gated:
+In float32 the gates are a largest difference of 1e-4 between two normalised logits
+(log-probabilities: what is added to all logits of a token alike changes no prediction), the same
+likeliest token everywhere, and the same tokens when both go on greedily. 1e-4 is tight: at the most
+sensitive of the 2,104 tokens below, DynamicCache with sdpa is itself 1.1e-4 from the same model in
+float64 on one thread (with eager attention 0.6e-4, PagedCache 0.5e-4), and 1.5e-4 from eager
+attention. So 2.5 times the floor is allowed where that is more. "max logit" has the
+difference before normalising.
+
+In bfloat16 rounding decides what the logits are, and no two ways to compute attention agree. Two
+statistics of the KL divergence are gated by the floor's:
 
 - its mean, which is what is lost of the information in a token. Noise that is as large is above
   that of the floor every other time, so three standard errors of the difference of two such means
-  are allowed. Rounding gives each token a small KL, so that the error is small, and a single token
-  of hundreds that goes wrong (KL of some tenths) is beyond it.
-- its 99.9th percentile, which a rare fault moves and a mean over many tokens may hide. It rests on
-  few tokens, so that twice the floor's is allowed: KL grows as the square of the noise, so this is
-  noise 1.4 times as large. Of fewer than 1,000 tokens it would be the maximum, and is not gated.
+  are allowed. Rounding gives each token a small KL, so that the error is small.
+- its mean in the worst row, which shows a fault in one row that the mean over all may hide. Rows
+  are few and have few tokens, so 2.5 times the floor's is allowed. KL grows as the square of the
+  noise: this is noise 1.6 times as large.
 
-The maximum is not gated, as one token decides it. Nor is top-1: a tie between two tokens goes one
-way or the other. Errors of means take tokens for independent.
+The maximum and the 99.9th percentile are not gated, as one or two tokens decide them. Nor is top-1:
+a tie between two tokens goes one way or the other. Errors of means take tokens for independent.
 """
 
 from __future__ import annotations
@@ -62,8 +63,7 @@ import matplotlib.pyplot as plt
 
 CONTROLS = "Faults put in on purpose: each must fail a gate"
 MAX_LOG_PROB = 1e-4  # between two log-probabilities of a model in float32
-TAIL_TOKENS = 1000  # of fewer tokens the 99.9th percentile is no more than the largest value
-TAIL_FACTOR = 2
+FLOORS = 2.5  # how many times the floor is allowed, where few tokens decide a statistic
 AT_ONCE = 16  # tokens whose distributions are in float64 at one time
 
 
@@ -123,6 +123,7 @@ class Parity:
         error: the standard error of that mean, from the paired differences of the tokens.
         kl: mean of the KL divergence of the cache's prediction from the reference's (nats).
         kl_error: the standard error of that mean.
+        kl_row: the largest of the rows' means.
         kl_999, kl_max: its 99.9th percentile and maximum.
         max_logit, rms_logit: difference of logits, over all tokens and the whole vocabulary.
         max_log_prob: the largest difference of their log-softmax, which does not see what is added
@@ -138,6 +139,7 @@ class Parity:
     error: float
     kl: float
     kl_error: float
+    kl_row: float
     kl_999: float
     kl_max: float
     max_logit: float
@@ -169,6 +171,7 @@ class Parity:
             error=float((own - other).std() / math.sqrt(len(own))),
             kl=float(kl.mean()),
             kl_error=float(kl.std() / math.sqrt(len(kl))),
+            kl_row=float(_row_means(kl, scores.rows.cpu()).max()),
             kl_999=float(kl.quantile(0.999)),
             kl_max=float(kl.max()),
             max_logit=float(largest.max()),
@@ -186,15 +189,16 @@ class Parity:
         """
         if setting.is_exact:
             gates = {
-                "max log-prob": self.max_log_prob <= MAX_LOG_PROB,
+                "max log-prob": self.max_log_prob <= max(MAX_LOG_PROB, FLOORS * floor.max_log_prob),
                 "top-1": self.top1 == 1,
                 "greedy": self.greedy,
             }
         else:
             sampling = 3 * math.sqrt(2) * floor.kl_error
-            gates = {"KL": self.kl <= floor.kl + sampling}
-            if self.tokens >= TAIL_TOKENS:
-                gates["KL 99.9%"] = self.kl_999 <= TAIL_FACTOR * floor.kl_999
+            gates = {
+                "KL": self.kl <= floor.kl + sampling,
+                "KL of a row": self.kl_row <= FLOORS * floor.kl_row,
+            }
         return [name for name, is_passed in gates.items() if not is_passed]
 
     def row(self, case: str, **more: Any) -> dict[str, Any]:
@@ -206,6 +210,7 @@ class Parity:
             "d log-lik.": self.likelihood,
             "s.e.": self.error,
             "KL": self.kl,
+            "KL row": self.kl_row,
             "KL 99.9%": self.kl_999,
             "KL max": self.kl_max,
             "max logit": self.max_logit,
@@ -229,6 +234,11 @@ def _compared(
     largest, square = difference.abs().amax(-1), difference.square().mean(-1)
     same = logits.argmax(-1) == reference.argmax(-1)
     return *likelihoods, kl, largest, square, (own - other).abs().amax(-1), same
+
+
+def _row_means(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[rows], the mean of each row's values."""
+    return torch.bincount(rows, values) / torch.bincount(rows)
 
 
 # -- what is compared ------------------------------------------------------------------------------

@@ -38,20 +38,24 @@ class Scores:
     Attributes:
         logits: [tokens, vocabulary], what the model predicts in front of each token.
         targets: int64 [tokens], the token that the text has there.
+        rows: int64 [tokens], the row that each is of.
         greedy: int64 [rows, GREEDY], how the model goes on behind the text.
         paged: of the attention calls on the cache the share that read K/V through block tables.
     """
 
     logits: torch.Tensor
     targets: torch.Tensor
+    rows: torch.Tensor
     greedy: torch.Tensor
     paged: float
 
     @classmethod
     def joined(cls, parts: Sequence[Scores]) -> Scores:
+        starts = itertools.accumulate((len(part.greedy) for part in parts), initial=0)
         return cls(
             torch.cat([part.logits for part in parts]),
             torch.cat([part.targets for part in parts]),
+            torch.cat([part.rows + start for part, start in zip(parts, starts, strict=False)]),
             torch.cat([part.greedy for part in parts]),
             min(part.paged for part in parts),
         )
@@ -97,8 +101,8 @@ class Stream:
         logits = self.pieces(ids[:, start:-1], sizes)
         targets = ids[:, start + 1 :]
         is_token = torch.ones_like(targets) if self.mask is None else self.mask[:, start:-1]
-        greedy, paged = self.greedy(logits[:, -1]), self.paged()
-        return Scores(logits[is_token.bool()], targets[is_token.bool()], greedy, paged)
+        at, greedy = is_token.bool().nonzero(as_tuple=True), self.greedy(logits[:, -1])
+        return Scores(logits[at], targets[at], at[0], greedy, self.paged())
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """int64 [rows, GREEDY], the likeliest tokens behind `logits` ([rows, vocabulary])."""
@@ -441,7 +445,8 @@ def beams(caches: Caches, text: Text) -> Scores:
         logits.append(predicted[move])
         targets.append(chosen[:, 0])
     greedy = stream.greedy(stream(text.forwards[len(logits)])[:, -1])
-    return Scores(torch.cat(logits), torch.cat(targets), greedy, stream.paged())
+    rows = torch.arange(len(greedy), device=greedy.device).repeat(len(logits))
+    return Scores(torch.cat(logits), torch.cat(targets), rows, greedy, stream.paged())
 
 
 WAYS: dict[str, Way] = {

@@ -84,12 +84,14 @@ def test_every_fault_is_caught(kind: type[PagedCaches], setting: Setting) -> Non
 
 def test_the_statistics_are_those_of_the_distributions() -> None:
     logits, targets = torch.randn(50, 7), torch.randint(7, (50,))
-    reference = Scores(logits, targets, torch.zeros(1, 2), 0.0)
+    rows = torch.arange(50) % 3
+    reference = Scores(logits, targets, rows, torch.zeros(1, 2), 0.0)
     noisy = replace(reference, logits=logits + 0.1 * torch.randn(50, 7))
     found = Parity.of(noisy, reference)
     own, other = (torch.log_softmax(s.logits.double(), -1) for s in (noisy, reference))
     divergence = torch.nn.functional.kl_div(own, other, reduction="none", log_target=True).sum(-1)
     assert found.kl == pytest.approx(float(divergence.mean()))
+    assert found.kl_row == pytest.approx(max(float(divergence[rows == r].mean()) for r in range(3)))
     assert found.kl_max == pytest.approx(float(divergence.max()))
     likelihood = own[range(50), targets]
     assert found.perplexity == pytest.approx(math.exp(-likelihood.mean()))
