@@ -18,8 +18,8 @@ In float32 the gates are a largest difference of 1e-4 between two normalised log
 (log-probabilities: what is added to all logits of a token alike changes no prediction), the same
 likeliest token everywhere, and the same tokens when both go on greedily. 1e-4 is tight: at the most
 sensitive of the 2,104 tokens below, DynamicCache with sdpa is itself 1.1e-4 from the same model in
-float64 on one thread (with eager attention 0.6e-4, PagedCache 0.5e-4), and 1.5e-4 from eager
-attention. So 2.5 times the floor is allowed where that is more. "max logit" has the
+float64 on one thread (with eager attention 0.6e-4, PagedCache less than that), and 1.5e-4 from
+eager attention. So 2.5 times the floor is allowed where that is more. "max logit" has the
 difference before normalising.
 
 In bfloat16 rounding decides what the logits are, and no two ways to compute attention agree. Two

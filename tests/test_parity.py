@@ -105,6 +105,17 @@ def test_the_statistics_are_those_of_the_distributions() -> None:
     assert found.greedy
 
 
+def test_what_the_floor_allows() -> None:
+    _, floor = references("chunked prefill", Setting(F32))
+    found = replace(floor, max_log_prob=2e-4)
+    assert not found.failed(Setting(F32), replace(floor, max_log_prob=1e-4))
+    assert found.failed(Setting(F32), replace(floor, max_log_prob=5e-5)) == ["max log-prob"]
+    tight = replace(floor, max_log_prob=0)
+    assert not replace(found, max_log_prob=9e-5).failed(Setting(F32), tight)
+    one_row = replace(floor, kl_row=3 * floor.kl_row)  # hidden in the mean over all
+    assert one_row.failed(Setting(BF16), floor) == ["KL of a row"]
+
+
 def test_nan_fails_every_gate() -> None:
     reference, floor = references("chunked prefill", Setting(F32))
     broken = Parity.of(
