@@ -733,4 +733,4 @@ def test_many_more_operations(kind: str) -> None:
         assert done[name] >= 10, done
     assert min(done.values()) >= 10, done
     for outcome in ("pool full", "failed", "known", "evicted", "no room for a batch"):
-        assert came[outcome] >= 50, came
+        assert came[outcome] >= 10, came
