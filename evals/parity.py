@@ -17,7 +17,7 @@ nobody takes for another model, is measured in the same run on the same tokens: 
 In float32 the gates are a largest difference of 1e-4 between two normalised logits
 (log-probabilities: what is added to all logits of a token alike changes no prediction), the same
 likeliest token everywhere, and the same tokens when both go on greedily. 1e-4 is tight: at the most
-sensitive of the 2,104 tokens below, DynamicCache with sdpa is itself 1.1e-4 from the same model in
+sensitive of the 2,104 tokens scored, DynamicCache with sdpa is itself 1.1e-4 from the same model in
 float64 on one thread (with eager attention 0.6e-4, PagedCache less than that), and 1.5e-4 from
 eager attention. So 2.5 times the floor is allowed where that is more. "max logit" has the
 difference before normalising.

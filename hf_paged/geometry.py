@@ -116,10 +116,10 @@ def media_tokens(config: PreTrainedConfig) -> list[int]:
 def longest_prefix(config: PreTrainedConfig) -> int | None:
     """The longest prompt whose beginning has the K/V that it would have alone; None is any.
 
+    Beyond it the rotary frequencies depend on the length itself (dynamic scaling, LongRoPE).
+
     Args:
         config: of the whole model.
-
-    Beyond it the rotary frequencies depend on the length itself (dynamic scaling, LongRoPE).
 
     Raises:
         ValueError: layers keep other states than K/V, which are known for whole prompts only, or

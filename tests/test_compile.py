@@ -23,7 +23,7 @@ def forget_graphs() -> Iterator[None]:
 def test_compiled_forwards_equal_dynamic_cache(
     tiny_model: Callable[[str], PreTrainedModel], name: str, attention: str
 ) -> None:
-    """Prompts, a chunk and single tokens, past a window's end; the last ones not compiled."""
+    """Prompts, a chunk and single tokens, past a window's end; the last one not compiled."""
     model = tiny_model(name)
     inputs = ragged_ids([19, 30, 30])
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -31,20 +31,19 @@ def test_compiled_forwards_equal_dynamic_cache(
     dynamic, paged = DynamicCache(config=model.config), PagedCache(config=model.config)
     compiled = torch.compile(model, backend="eager")
     for start, stop in ((0, 20), (20, 27), (27, 28), (28, 29), (29, 30)):
-        forward = model if stop == 30 else compiled
-        logits = []
-        for cache, implementation in ((dynamic, "eager"), (paged, attention)):
-            model.set_attn_implementation(implementation)
-            step = {
-                "input_ids": ids[:, start:stop],
-                "attention_mask": mask[:, :stop],
-                "position_ids": positions[:, start:stop],
-            }
-            with torch.no_grad():
-                called = model if cache is dynamic else forward
-                logits.append(called(**step, past_key_values=cache).logits)
+        step = {
+            "input_ids": ids[:, start:stop],
+            "attention_mask": mask[:, :stop],
+            "position_ids": positions[:, start:stop],
+        }
+        with torch.no_grad():
+            model.set_attn_implementation("eager")
+            expected = model(**step, past_key_values=dynamic).logits
+            model.set_attn_implementation(attention)
+            forward = model if stop == 30 else compiled
+            found = forward(**step, past_key_values=paged).logits
         is_token = mask[:, start:stop].bool()
-        torch.testing.assert_close(logits[1][is_token], logits[0][is_token], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found[is_token], expected[is_token], atol=1e-4, rtol=1e-4)
     assert paged.report().dense_calls["torch.compile"] >= len(paged.pool.group_of_layer)
     paged.pool.check()
 

@@ -732,5 +732,6 @@ def test_many_more_operations(kind: str) -> None:
     for name in ("restore", "forward again", *(f"generate: {name}" for name in GENERATE)):
         assert done[name] >= 10, done
     assert min(done.values()) >= 10, done
-    for outcome in ("pool full", "failed", "known", "evicted", "no room for a batch"):
-        assert came[outcome] >= 10, came
+    for outcome in ("pool full", "failed", "known", "evicted"):
+        assert came[outcome] >= 50, came
+    assert came["no room for a batch"] >= 10, came
