@@ -26,6 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def attention_error(case: Case) -> float:
     sinks = torch.randn(case.heads[0], device=device) if case.has_sinks else None
     mask = LazyMask((1,), torch.bool, device, lambda: None)
     mask.kv_length, mask.kv_offset = views[0].pages.kv_length, views[0].pages.kv_offset
-    mask.pattern = Pattern() if case.window is None else Pattern("sliding", case.window)
+    mask.among_tokens = Pattern() if case.window is None else Pattern("sliding", case.window)
     found, _ = paged_attention(
         AttentionLayer(), query, *views, mask, softcap=case.softcap, s_aux=sinks
     )
@@ -249,11 +250,8 @@ def decode_kernel(
     def step() -> None:
         paged_attention(layer, query, *cache.update(*new, 0), None)
 
-    torch.cuda.set_sync_debug_mode("error")  # whatever makes the host wait raises
-    try:
+    with no_waiting():
         _, host = milliseconds_without_sync(step)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     return {
         "case": f"{heads[0]}/{heads[1]}/{dim} bfloat16 {rows}x{tokens}",
         "ms": ms,
@@ -261,6 +259,16 @@ def decode_kernel(
         "of copy bandwidth": size / ms * 1e3 / bandwidth,
         "host ms a step": host,
     }
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def milliseconds_without_sync(call: Callable[[], Any], rounds: int = 20) -> tuple[float, float]:
@@ -331,6 +339,15 @@ def blocks(lengths: list[int], new: int) -> int:
     return sum(-(-(length + new) // 16) for length in lengths)
 
 
+def run_ahead(model: LlamaForCausalLM, cache: PagedCache, ids: torch.Tensor) -> None:
+    """Decode steps with the mask that generate passes, none of which may make the host wait."""
+    past = cache.get_seq_length()
+    masks = [torch.ones(len(ids), past + new, device=DEVICE) for new in range(1, 5)]
+    with no_waiting():
+        for mask in masks:
+            model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+
+
 def decode_steps(model: LlamaForCausalLM, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
     ids = torch.ones(rows, 1, dtype=torch.long, device=DEVICE)
     num_blocks = blocks([tokens] * rows, 32)
@@ -345,6 +362,8 @@ def decode_steps(model: LlamaForCausalLM, rows: int, tokens: int) -> Iterator[di
                 lambda cache=cache: model(input_ids=ids, past_key_values=cache), 12
             )
             found = {"ms": ms, "host ms": host, "peak GiB": peak_gib()}
+            if isinstance(cache, PagedCache):
+                run_ahead(model, cache, ids)
         except torch.OutOfMemoryError:
             found = {"ms": "out of memory", "host ms": "", "peak GiB": ""}
         yield {"case": f"{rows}x{tokens}, {name}", **found}

@@ -506,7 +506,8 @@ class ShiftedToken(PagedCaches):
     way = moved_out_and_back
 
     def move_out_and_back(self, cache: PagedCache) -> PagedCache:
-        slot = int(cache._batch.tables.slots(0, 0, cache.row_lengths[0] - 1))
+        size, last = self.pool.block_size, cache.row_lengths[0] - 1
+        slot = cache.block_tables[0][-1] * size + last % size
         for storage in self.pool.groups[0].storage.values():
             for states in (storage.key_slots, storage.value_slots):
                 states[slot + 1] = states[slot]

@@ -19,6 +19,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from .backends import AttentionCall, Backend, backend_for
 from .backends.dense import causal_mask, reference_attention
 from .batch import KVLength
+from .padding import Padding
 from .step import Pattern
 from .view import LayerPages, LazyMask, PagedView, without_gradient
 
@@ -149,7 +150,7 @@ def paged_mask(
             q_offset=q_offset,
             kv_offset=kv_offset,
             mask_function=mask_function,
-            attention_mask=attention_mask,
+            attention_mask=None if attention_mask is None else attention_mask.to(device),
             local_size=local_size,
             allow_is_causal_skip=skip,
             device=device,
@@ -167,7 +168,7 @@ def paged_mask(
         )
     if attention_mask is None and not batch.tokens.is_unpadded:
         # What was padding stays padding: it is not stored.
-        past = torch.from_numpy(batch.tokens.mask()).to(device)
+        past = torch.from_numpy(batch.tokens.mask())
         attention_mask = F.pad(past, (0, q_length), value=True)
         if len(past) == 1:
             attention_mask = attention_mask.expand(batch_size, -1)
@@ -175,25 +176,20 @@ def paged_mask(
     shape = (batch_size, 1, q_length, kv_length)
     mask = LazyMask(shape, mask_dtype, device, lambda: build(kv_length, False))
     mask.kv_length, mask.kv_offset = kv_length, kv_offset
-    mask.new_tokens = None
-    hides_nothing = True
+    if allow_is_causal_skip:
+        mask.among_tokens = _ask_pattern(mask_function, local_size, config)
     if attention_mask is not None:
         if attention_mask.shape[-1] != kv_offset + kv_length:
             raise ValueError(
                 f"The attention_mask covers {attention_mask.shape[-1]} tokens, but {q_length} new "
                 f"ones follow {kv_offset + kv_length - q_length} in the cache; it must cover all."
             )
-        columns = attention_mask.to("cpu", torch.bool).numpy()
-        if getattr(config, "model_type", None) in UNMASKED_TOKENS and not columns.all():
+        if getattr(config, "model_type", None) in UNMASKED_TOKENS and not attention_mask.all():
             raise ValueError(
                 f"A {config.model_type} model makes no mask for single tokens, so they would see "
                 "the padding of its decoder's prompts; give prompts of one length."
             )
-        mask.new_tokens = columns[:, kv_offset + kv_length - q_length :]
-        hides_nothing = batch.past_padding(columns)
-    mask.pattern = None
-    if allow_is_causal_skip and hides_nothing:
-        mask.pattern = _ask_pattern(mask_function, local_size, config)
+        mask.padding = Padding(batch, attention_mask, q_length)
     batch.note_mask(mask)
     return mask
 

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from .backends import backend_for
-from .pool import BlockPool, is_debugging
+from .padding import Padding
+from .pool import BlockPool, PoolExhausted, is_debugging
 from .sharing import Sharing, find_sharing
 from .snapshot import Snapshot
 from .step import GroupStep, Step
@@ -95,6 +96,9 @@ class Batch:
         # The mask of each thread's forward under way. It is alive exactly while that runs, so a
         # failed one leaves nothing behind.
         self._masks: dict[int, weakref.ref[LazyMask]] = {}
+        # Masks that the step under way goes on without, the noted one first; None if it may not.
+        self._unread: list[Padding] | None = None
+        self._only_grows = True  # whether the last mask showed all that is stored, and a new token
         self._lock = threading.RLock()
         self._thread = threading.current_thread()  # whose step is under way
 
@@ -128,18 +132,15 @@ class Batch:
         visible = past if window is None else min(past, window - 1)
         return KVLength(visible + queries, self), past - visible
 
-    def past_padding(self, mask: np.ndarray) -> bool:
-        """Compare a 2-D mask (bool [rows, all columns]) with the tokens stored so far.
-
-        Returns:
-            True if it masks no stored token, so that what is stored is what may be seen.
+    def hides_tokens(self, mask: np.ndarray) -> bool:
+        """Whether a 2-D mask (bool [rows, all columns]) masks a token that is stored.
 
         Raises:
             ValueError: it shows a column that was padding and is not stored.
         """
         tokens = self.tokens
         if not tokens.columns:
-            return True
+            return False
         stored, past = tokens.mask(), mask[:, : tokens.columns]
         if len(stored) not in (1, len(past)):
             raise self._wrong_rows(len(past))
@@ -150,7 +151,14 @@ class Batch:
                 "The attention_mask shows columns that were padding when they were computed; a "
                 "PagedCache does not store padding, so pass the same mask for them again."
             )
-        return bool((past == stored).all())
+        return bool((past != stored).any())
+
+    def may_go_on(self, padding: Padding) -> bool:
+        """Whether the step under way may go on without `padding`, and read it before it is over."""
+        if self._unread is None:
+            return False
+        self._unread.append(padding)
+        return True
 
     def note_mask(self, mask: LazyMask) -> None:
         """Remember the mask of the forward under way; it says which new columns are tokens."""
@@ -193,6 +201,10 @@ class Batch:
                     group.keep_written(new_keys),
                     group.keep_written(new_values),
                 )
+            if self._unread and self._behind == {layer}:
+                new = self._read_masks(step)
+                if not self._only_grows:
+                    self.tables.take_back(step.before.extend(step.columns, new))
             self._behind, self._has_failed = self._behind - {layer}, False
         except BaseException:
             if self._behind and self.step is not None:
@@ -376,7 +388,11 @@ class Batch:
             )
         if is_fork:
             before = before.select(np.zeros(rows, np.int64))
+        # A step that begins without its mask may have to be undone.
+        may_begin = self._only_grows and not is_first and not self.pool.stateful_layers
+        self._unread = [] if may_begin and columns == 1 else None
         new = self._new_tokens(rows, columns)
+        self._unread = self._unread or None
         step = Step(before, before.extend(columns, new), new)
         sharing = None
         if self.share_prompts and is_first and rows > 1:
@@ -391,12 +407,41 @@ class Batch:
             self.tables = BlockTables(self.pool, rows)
         elif is_fork:
             self._replace_tables(np.zeros(rows, np.int64))
-        self.tables.append(step.after, self.record_past, sharing)
+        try:
+            self.tables.append(step.after, self.record_past, sharing)
+        except PoolExhausted:
+            if not self._unread:
+                raise
+            new = self._read_masks(step)  # a row that does not grow after all needs no block
+            if self._only_grows:
+                raise
+            self.step = step = Step(before, before.extend(columns, new), new)
+            self.tables.append(step.after, self.record_past)
         self._make_group_steps()
         self._pass_over(layer)
         if is_debugging():
             self.pool.check()
         return step
+
+    def _read_masks(self, step: Step) -> np.ndarray | None:
+        """Read the masks that the step has begun without; returns which new tokens are stored.
+
+        Raises:
+            RuntimeError: one hides tokens, which layers have seen.
+            ValueError: one shows a column that was padding and is not stored.
+        """
+        unread, self._unread = self._unread or [], None
+        self._only_grows = False
+        facts = [padding.read() for padding in unread]
+        if any(fact.hides_tokens for fact in facts):
+            raise RuntimeError(
+                "The attention_mask hides tokens that it did not hide before, and the step began "
+                "before the device had passed it on; the step is undone, so run it once more: then "
+                "the mask is read first."
+            )
+        new = self._stored(facts[0].new_tokens, len(step), step.columns)
+        self._only_grows = self._all_grow(new)
+        return new
 
     def _make_group_steps(self) -> None:
         assert self.step is not None
@@ -503,7 +548,7 @@ class Batch:
         if self.step is not None:
             self.step.is_current = False
         self.step, self._behind, self._has_failed = None, behind, False
-        self._sharing, self._group_steps = None, []
+        self._sharing, self._unread, self._group_steps = None, None, []
 
     def _replace_tables(self, rows: np.ndarray) -> None:
         old, tables = self.tables, self.tables.select(rows)
@@ -527,7 +572,20 @@ class Batch:
         self.may_hold_padding |= mask is None
         if mask is not None and mask.pattern is None and self._known is None:
             self._known = self.columns
-        new = None if mask is None else mask.new_tokens
+        new = self._stored(None if mask is None else mask.new_tokens, rows, columns)
+        hides_tokens = mask is not None and mask.padding is not None and mask.padding.hides_tokens
+        self._only_grows = not hides_tokens and self._all_grow(new)
+        return new
+
+    def _all_grow(self, new: np.ndarray | None) -> bool:
+        """Whether the last new column is a token in every row that has not been freed."""
+        if new is None:
+            return True
+        grow = new[:, -1] if self._freed_rows is None else new[:, -1] | self._freed_rows
+        return bool(grow.all())
+
+    def _stored(self, new: np.ndarray | None, rows: int, columns: int) -> np.ndarray | None:
+        """bool [rows, columns], which of the `new` tokens are stored; None if all columns are."""
         if new is not None and new.shape != (rows, columns):
             new = None
         if self._freed_rows is not None:

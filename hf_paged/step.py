@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from .table import BlockTables, Tokens, first_block
+from .table import BlockTables, Tokens, first_block, slots_in
 from .transfer import upload
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class GroupStep:
         self.table = tables.tables[index]
         self.window, self.block_size = group.window, group.block_size
         row, position = step.token_row, step.token_position
-        slots = tables.slots(index, row, position)
+        slots = self.token_slots(row, position)
         # Whatever block is held is written, so that a crop into it finds its tokens.
         written = slots >= 0
         self.stores_all = bool(written.all())
@@ -164,7 +164,7 @@ class GroupStep:
 
     def token_slots(self, row: np.ndarray | int, position: np.ndarray) -> np.ndarray:
         """int64, the slot of token `position` of `row` (two arrays that broadcast)."""
-        return self._tables.slots(self._index, row, position)
+        return slots_in(self.table, self.block_size, row, position)
 
     def row_slots(self, row: int, start: int, stop: int) -> torch.Tensor:
         """int64 [stop - start], the slots of tokens `start` to `stop` of `row`."""

@@ -143,17 +143,11 @@ class BlockTables:
         table = self.tables[group]
         return table[table >= 0]
 
-    def slots(self, group: int, row: np.ndarray | int, position: np.ndarray) -> np.ndarray:
-        """int64, the slot of token `position` of `row` (two arrays that broadcast)."""
-        size, table = self.pool.block_size, self.tables[group]
-        # Padding at a row's end has the position behind its last token: behind the table, maybe.
-        block = table[row, np.minimum(position // size, table.shape[1] - 1)]
-        return block.astype(np.int64) * size + position % size
-
     def column_slots(self, group: int, tokens: Tokens, columns: int) -> np.ndarray:
         """int64 [rows, columns], slots of the last columns of `tokens`, -1 for padding."""
         index = np.arange(tokens.columns - columns, tokens.columns)[None]
-        slots = self.slots(group, np.arange(len(tokens))[:, None], tokens.count_before(index))
+        rows, position = np.arange(len(tokens))[:, None], tokens.count_before(index)
+        slots = slots_in(self.tables[group], self.pool.block_size, rows, position)
         slots[~tokens.mask()[:, tokens.columns - columns :]] = -1
         return slots
 
@@ -248,6 +242,16 @@ class BlockTables:
             self.tokens = tokens
             self.drop_behind_ends()
 
+    def take_back(self, tokens: Tokens) -> None:
+        """Make `tokens` the present ones, where some rows have fewer than before.
+
+        The arrays in `tables` become new ones, as the step under way may still read the old.
+        """
+        with self.pool.lock, self.pool.change:
+            self.tables[:] = [table.copy() for table in self.tables]
+            self.tokens = tokens
+            self.drop_behind_ends()
+
     def drop_behind_ends(self) -> None:
         """Give back the blocks behind each row's last token."""
         with self.pool.lock, self.pool.change:
@@ -274,6 +278,15 @@ class BlockTables:
             _missing(group, table, self.tokens)
             for group, table in zip(self.pool.groups, self.tables, strict=True)
         )
+
+
+def slots_in(
+    table: np.ndarray, block_size: int, row: np.ndarray | int, position: np.ndarray
+) -> np.ndarray:
+    """int64, the slot of token `position` of `row` (two arrays that broadcast) in a block table."""
+    # Padding at a row's end has the position behind its last token: behind the table, maybe.
+    block = table[row, np.minimum(position // block_size, table.shape[1] - 1)]
+    return block.astype(np.int64) * block_size + position % block_size
 
 
 def blocks_for(tokens: np.ndarray, block_size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Index arrays on their way from the host to a device, without making the host wait for it."""
+"""Arrays between the host and a device, without making the host wait for it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,30 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Ten
         return [torch.from_numpy(array) for array in arrays]
     packed = _packed(arrays, pin_memory=device.type == "cuda")
     return _views(packed.to(device, non_blocking=True), arrays)
+
+
+class Download:
+    """A tensor on its way to the host."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._host = tensor.cpu()
+
+    def has_arrived(self) -> bool:
+        """Whether `array` would not wait."""
+        return self._copied is None or self._copied.query()
+
+    def array(self) -> np.ndarray:
+        """The tensor, once the device has got to the copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.numpy()
 
 
 def _packed(arrays: Sequence[np.ndarray], pin_memory: bool) -> torch.Tensor:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
+from .padding import Padding
 from .pool import LayerStorage, bits
 from .step import GroupStep, Pattern
 
@@ -158,15 +159,15 @@ class LazyMask(_Densifying):
     Where models add it to their scores it is of their dtype instead: 0 where a query may look.
 
     Attributes:
-        pattern: what the mask allows among the tokens, None if it is more than a pattern.
+        among_tokens: what the mask allows apart from padding, None if it is more than a pattern.
+        padding: what the 2-D mask says, None if there is none.
         kv_length, kv_offset: the columns that it is for.
-        new_tokens: bool [rows, queries], which of the step's columns are tokens; None if all are.
     """
 
-    pattern: Pattern | None = None
+    among_tokens: Pattern | None = None
+    padding: Padding | None = None
     kv_length: int
     kv_offset: int
-    new_tokens: Any
     _build: Callable[[], Any]
 
     @staticmethod
@@ -182,6 +183,17 @@ class LazyMask(_Densifying):
         )
         mask._build = build
         return mask
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """What the mask allows among the tokens, None if it is more than a pattern."""
+        hides_tokens = self.padding is not None and self.padding.hides_tokens
+        return None if hides_tokens else self.among_tokens
+
+    @property
+    def new_tokens(self) -> np.ndarray | None:
+        """bool [rows, queries], which of the step's columns are tokens; None if all are."""
+        return None if self.padding is None else self.padding.new_tokens
 
     def densify(self) -> torch.Tensor:
         return self._build()
@@ -201,7 +213,7 @@ class LazyMask(_Densifying):
 
     def _on(self, device: torch.device) -> LazyMask:
         moved = LazyMask(tuple(self.shape), self.dtype, device, lambda: self.densify().to(device))
-        moved.pattern, moved.new_tokens = self.pattern, self.new_tokens
+        moved.among_tokens, moved.padding = self.among_tokens, self.padding
         moved.kv_length, moved.kv_offset = self.kv_length, self.kv_offset
         return moved
 

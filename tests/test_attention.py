@@ -94,7 +94,7 @@ class Case:
         view = self.views[0]
         mask = LazyMask((1,), torch.bool, "cpu", lambda: None)
         mask.kv_length, mask.kv_offset = view.pages.kv_length, view.pages.kv_offset
-        mask.pattern = Pattern() if self.window is None else Pattern("sliding", self.window)
+        mask.among_tokens = Pattern() if self.window is None else Pattern("sliding", self.window)
         out, _ = paged_attention(Layer(), self.query, *self.views, mask, **kwargs)
         assert self.cache.report().dense_calls == {}
         return out

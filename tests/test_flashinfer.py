@@ -13,7 +13,7 @@ import flashinfer_emulation
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, ragged_ids, tiny
+from conftest import FULL, SLIDING, TINY, ragged_ids, tiny
 from flashinfer_emulation import Emulation
 from hypothesis import given, settings
 from test_attention import Case, any_case
@@ -31,7 +31,7 @@ import hf_paged.backends
 from examples import small_model
 from hf_paged import BlockPool, PagedCache
 from hf_paged.backends import flashinfer as backend
-from hf_paged.transfer import _packed, _views
+from hf_paged.transfer import Download, _packed, _views
 
 BF16, F16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -42,10 +42,11 @@ EXACT = "exact"  # the name of the reference attention below
 
 @pytest.fixture(scope="module", autouse=True)
 def emulation() -> Iterator[Emulation]:
-    """Emulated kernels, and a CPU that the backend takes for a GPU."""
+    """Emulated kernels, and a CPU that the backend takes for a GPU, one that is behind the host."""
     with pytest.MonkeyPatch.context() as patch:
         emulation = flashinfer_emulation.install(patch)
         patch.setattr(hf_paged.backends._FLASHINFER, "unavailable", lambda device: None)
+        patch.setattr(Download, "has_arrived", lambda download: False)
         AttentionInterface.register(EXACT, exact_attention)
         AttentionMaskInterface.register(EXACT, full_mask)
         yield emulation
@@ -480,6 +481,27 @@ def test_padding_between_tokens(model_type: str) -> None:
     for mine, theirs in zip(outs[0].logits, outs[1].logits, strict=True):
         torch.testing.assert_close(mine, theirs, atol=0, rtol=0)
     assert caches[0].report().dense_calls == {}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "last"), [("gemma3_text", SLIDING), ("llama4_text", "chunked_attention")]
+)
+def test_the_last_layer_reads_a_block_that_turned_out_to_be_for_padding(
+    model_type: str, last: str
+) -> None:
+    """A row ends at a block border: it is given a block, and the mask is read before the last layer
+    is planned."""
+    model = tiny(model_type, num_hidden_layers=2, layer_types=[FULL, last]).to(BF16)
+    model.set_attn_implementation("hf_paged")
+    cache = PagedCache(config=model.config, block_size=3, backend="flashinfer")
+    ids, mask = ragged_ids([9, 8]).values()
+    grown = torch.cat([mask, torch.tensor([[0], [1]])], dim=1)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        model(input_ids=ids[:, :1], attention_mask=grown, past_key_values=cache)
+    assert cache.row_lengths == [9, 9]
+    assert [len(row) for row in cache.block_tables] == [3, 3]
+    assert not cache.report().dense_calls
 
 
 def test_8_bit_keys_and_values_of_a_model() -> None:

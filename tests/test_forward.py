@@ -322,8 +322,7 @@ def test_a_mask_on_its_way_to_another_device_stays_lazy() -> None:
     mask = LazyMask(
         (1, 1, 2, 2), torch.bool, "cpu", lambda: torch.ones(1, 1, 2, 2, dtype=torch.bool)
     )
-    mask.pattern, mask.kv_length, mask.kv_offset = Pattern("sliding", 4), 2, 0
-    mask.new_tokens = None
+    mask.among_tokens, mask.kv_length, mask.kv_offset = Pattern("sliding", 4), 2, 0
     moved = mask.to("meta", non_blocking=True)
     assert isinstance(moved, LazyMask)
     assert moved.device.type == "meta"

@@ -46,6 +46,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from hf_paged import BlockPool, FreeFinishedRows, PagedCache, PoolExhausted
 from hf_paged.pool import ENV_DEBUG
+from hf_paged.transfer import Download
 
 T = TypeVar("T")
 
@@ -111,8 +112,12 @@ class Fuzz(RuleBasedStateMachine):
 
     kind: str
 
-    @initialize(block_size=st.integers(1, 5), num_blocks=st.integers(12, 48))
-    def make(self, block_size: int, num_blocks: int) -> None:
+    @initialize(
+        block_size=st.integers(1, 5), num_blocks=st.integers(12, 48), masks_are_late=st.booleans()
+    )
+    def make(self, block_size: int, num_blocks: int, masks_are_late: bool) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(Download, "has_arrived", lambda download: not masks_are_late)
         self.model, plain, self.assistant = models(self.kind)
         self.pool = BlockPool(self.model.config, block_size=block_size, num_blocks=num_blocks)
         self.is_full_attention = [group.window for group in self.pool.groups] == [None]
@@ -683,6 +688,7 @@ class Fuzz(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
             return
+        self.patch.undo()
         self.watch.close()
         self.watch.tracked = None
         self.caches.clear()

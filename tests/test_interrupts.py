@@ -22,6 +22,9 @@ from conftest import TINY, ragged_ids, tiny, two_layer_config
 from interrupts import Points
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
+from hf_paged.attention import paged_mask
+from hf_paged.transfer import Download
+from hf_paged.view import LazyMask
 
 # An exception in a generator that is being closed can go nowhere.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -126,6 +129,19 @@ def exhausted(world: World) -> None:
         append(world.cache, [[1] * 200] * 2)
 
 
+def ends_late(world: World) -> None:
+    """A decode step whose mask comes when it is almost over, and says that a row has ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Download, "has_arrived", lambda download: False)
+        columns = world.cache.get_seq_length()
+        is_token = torch.ones(2, columns + 1, dtype=torch.bool)
+        is_token[0, -1] = False
+        length, offset = world.cache.get_mask_sizes(1, 0)
+        mask = paged_mask(2, 1, length, columns, offset, attention_mask=is_token)
+        append(world.cache, [[21], [24]])
+        assert isinstance(mask, LazyMask)  # and alive, as in a forward
+
+
 def keep(make: Callable[[World], Any]) -> Callable[[World], None]:
     """An operation whose result is kept."""
     return lambda world: setattr(world, "made", make(world))
@@ -141,6 +157,7 @@ OPERATIONS: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
     "step that evicts": (nothing, lambda w: append(w.cache, [[1] * 60] * 2)),
     "step that grows": (nothing, lambda w: append(w.cache, [[1] * 60] * 2)),
     "full pool": (nothing, exhausted),
+    "step of a row that ends": (lambda w: append(w.cache, TWO), ends_late),
     "fork": (nothing, keep(lambda w: w.cache.fork(2))),
     "crop": (recorded, lambda w: w.cache.crop(-2)),
     "reorder": (nothing, lambda w: w.cache.reorder_cache(torch.tensor([1, 1]))),
