@@ -177,7 +177,7 @@ def paged_mask(
     mask = LazyMask(shape, mask_dtype, device, lambda: build(kv_length, False))
     mask.kv_length, mask.kv_offset = kv_length, kv_offset
     if allow_is_causal_skip:
-        mask.among_tokens = _ask_pattern(mask_function, local_size, config)
+        mask.among_tokens = _ask_pattern(mask_function, local_size, config, device)
     if attention_mask is not None:
         if attention_mask.shape[-1] != kv_offset + kv_length:
             raise ValueError(
@@ -213,16 +213,22 @@ def _subclasses(kind: Any) -> Iterator[Any]:
         yield from _subclasses(subclass)
 
 
-def _ask_pattern(mask_function: Callable[..., Any], local_size: int | None, config: Any) -> Pattern:
+def _ask_pattern(
+    mask_function: Callable[..., Any], local_size: int | None, config: Any, device: Any
+) -> Pattern:
     """Sliding and chunked masks come with the same arguments; where both may be, ask the mask."""
     if local_size is None:
         return Pattern()
-    if getattr(config, "attention_chunk_size", None) == local_size:
+    if getattr(config, "attention_chunk_size", None) != local_size:
+        return Pattern("sliding", local_size)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "chunked_attention" not in kinds or "sliding_attention" in kinds:
         # In a chunked mask one token in each `local_size` does not see the one in front of it.
-        row, query = torch.zeros(1, dtype=torch.long), torch.arange(1, local_size + 1)
-        if not bool(mask_function(row, row, query, query - 1).all()):
-            return Pattern("chunked", local_size)
-    return Pattern("sliding", local_size)
+        row = torch.zeros(1, dtype=torch.long, device=device)
+        query = torch.arange(1, local_size + 1, device=device)
+        if bool(mask_function(row, row, query, query - 1).all()):
+            return Pattern("sliding", local_size)
+    return Pattern("chunked", local_size)
 
 
 def _pattern(mask: torch.Tensor | None, pages: LayerPages, is_causal: bool) -> Pattern | None:

@@ -98,7 +98,8 @@ class Batch:
         self._masks: dict[int, weakref.ref[LazyMask]] = {}
         # Masks that the step under way goes on without, the noted one first; None if it may not.
         self._unread: list[Padding] | None = None
-        self._only_grows = True  # whether the last mask showed all that is stored, and a new token
+        self._only_grows = False  # whether the last mask showed all that is stored, and a new token
+        self._longer: BlockTables | None = None  # what rows held that have ended in this step
         self._lock = threading.RLock()
         self._thread = threading.current_thread()  # whose step is under way
 
@@ -157,7 +158,8 @@ class Batch:
         """Whether the step under way may go on without `padding`, and read it before it is over."""
         if self._unread is None:
             return False
-        self._unread.append(padding)
+        if padding not in self._unread:
+            self._unread.append(padding)
         return True
 
     def note_mask(self, mask: LazyMask) -> None:
@@ -201,10 +203,11 @@ class Batch:
                     group.keep_written(new_keys),
                     group.keep_written(new_values),
                 )
-            if self._unread and self._behind == {layer}:
+            if self._behind == {layer}:
                 new = self._read_masks(step)
-                if not self._only_grows:
-                    self.tables.take_back(step.before.extend(step.columns, new))
+                if new is not None:
+                    self._longer = self.tables.take_back(step.before.extend(step.columns, new))
+                self._masks.pop(threading.get_ident(), None)
             self._behind, self._has_failed = self._behind - {layer}, False
         except BaseException:
             if self._behind and self.step is not None:
@@ -282,6 +285,7 @@ class Batch:
         batch.tables = self.tables.select(rows)
         batch._freed_rows = self._freed_among(rows)
         batch.record_past, batch._known = self.record_past, self._known
+        batch._only_grows = self._only_grows
         batch.may_hold_padding, batch.identity = self.may_hold_padding, self.identity
         batch._idle, batch._has_completed = set(self._idle), self._has_completed
         return batch
@@ -389,10 +393,8 @@ class Batch:
         if is_fork:
             before = before.select(np.zeros(rows, np.int64))
         # A step that begins without its mask may have to be undone.
-        may_begin = self._only_grows and not is_first and not self.pool.stateful_layers
-        self._unread = [] if may_begin and columns == 1 else None
-        new = self._new_tokens(rows, columns)
-        self._unread = self._unread or None
+        may_begin = self._only_grows and not self.pool.stateful_layers
+        new = self._new_tokens(rows, columns, may_begin and columns == 1)
         step = Step(before, before.extend(columns, new), new)
         sharing = None
         if self.share_prompts and is_first and rows > 1:
@@ -410,10 +412,8 @@ class Batch:
         try:
             self.tables.append(step.after, self.record_past, sharing)
         except PoolExhausted:
-            if not self._unread:
-                raise
             new = self._read_masks(step)  # a row that does not grow after all needs no block
-            if self._only_grows:
+            if new is None:
                 raise
             self.step = step = Step(before, before.extend(columns, new), new)
             self.tables.append(step.after, self.record_past)
@@ -424,24 +424,37 @@ class Batch:
         return step
 
     def _read_masks(self, step: Step) -> np.ndarray | None:
-        """Read the masks that the step has begun without; returns which new tokens are stored.
+        """Read the masks that the step has begun without.
+
+        Returns:
+            bool [rows, columns], which new columns are tokens, if the step took more for tokens.
 
         Raises:
-            RuntimeError: one hides tokens, which layers have seen.
+            RuntimeError: one hides tokens, which a layer has seen.
             ValueError: one shows a column that was padding and is not stored.
         """
-        unread, self._unread = self._unread or [], None
+        if self._unread is None:
+            return None
+        unread, self._unread = self._unread, None
         self._only_grows = False
         facts = [padding.read() for padding in unread]
         if any(fact.hides_tokens for fact in facts):
-            raise RuntimeError(
-                "The attention_mask hides tokens that it did not hide before, and the step began "
-                "before the device had passed it on; the step is undone, so run it once more: then "
-                "the mask is read first."
-            )
+            if any(padding.was_guessed for padding in unread):
+                raise RuntimeError(
+                    "The attention_mask hides tokens that it did not hide before, and the step "
+                    "began before the device had passed it on; the step is undone, so run it once "
+                    "more: then the mask is read first."
+                )
+            self._note_mixed()
+            return None
         new = self._stored(facts[0].new_tokens, len(step), step.columns)
         self._only_grows = self._all_grow(new)
-        return new
+        return None if self._only_grows else new
+
+    def _note_mixed(self) -> None:
+        """From here on a row's K/V may be of more or less than its own past alone."""
+        if self._known is None:
+            self._known = self.columns
 
     def _make_group_steps(self) -> None:
         assert self.step is not None
@@ -549,6 +562,9 @@ class Batch:
             self.step.is_current = False
         self.step, self._behind, self._has_failed = None, behind, False
         self._sharing, self._unread, self._group_steps = None, None, []
+        longer, self._longer = self._longer, None
+        if longer is not None:
+            longer.release()
 
     def _replace_tables(self, rows: np.ndarray) -> None:
         old, tables = self.tables, self.tables.select(rows)
@@ -561,8 +577,10 @@ class Batch:
         freed = None if self._freed_rows is None else self._freed_rows[rows]
         return None if freed is None or not freed.any() else freed
 
-    def _new_tokens(self, rows: int, columns: int) -> np.ndarray | None:
-        reference = self._masks.pop(threading.get_ident(), None)
+    def _new_tokens(self, rows: int, columns: int, may_begin: bool) -> np.ndarray | None:
+        """bool [rows, columns], which columns are stored, None if all; or will be, if the step
+        `may_begin` without its mask."""
+        reference = self._masks.get(threading.get_ident())
         mask = None if reference is None else reference()
         if mask is not None and mask.kv_offset + mask.kv_length - mask.shape[2] != self.columns:
             raise RuntimeError(
@@ -570,10 +588,14 @@ class Batch:
                 "threads use it, give each a fork() of its own."
             )
         self.may_hold_padding |= mask is None
-        if mask is not None and mask.pattern is None and self._known is None:
-            self._known = self.columns
-        new = self._stored(None if mask is None else mask.new_tokens, rows, columns)
-        hides_tokens = mask is not None and mask.padding is not None and mask.padding.hides_tokens
+        padding = None if mask is None else mask.padding
+        if padding is not None and may_begin and not padding.has_arrived():
+            self._unread = [padding]
+            return self._stored(None, rows, columns)
+        hides_tokens = padding is not None and padding.hides_tokens
+        if hides_tokens or (mask is not None and mask.among_tokens is None):
+            self._note_mixed()
+        new = self._stored(None if padding is None else padding.new_tokens, rows, columns)
         self._only_grows = not hides_tokens and self._all_grow(new)
         return new
 

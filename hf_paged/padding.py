@@ -19,48 +19,60 @@ if TYPE_CHECKING:
     from .batch import Batch
 
 
-class _Facts(NamedTuple):
-    new_tokens: np.ndarray | None
+class Facts(NamedTuple):
+    """What a 2-D mask says of a step.
+
+    Attributes:
+        new_tokens: bool [rows, columns], which of the step's columns are tokens.
+        hides_tokens: whether it masks a stored token, so that more is stored than may be seen.
+    """
+
+    new_tokens: np.ndarray
     hides_tokens: bool
 
 
 class Padding:
-    """What a 2-D mask (bool [rows, all columns]) says of the columns of a step.
+    """A 2-D mask (bool [rows, all columns]) on its way to the host.
 
     Args:
         batch: the rows that the mask is for.
-        mask: the mask; the last `queries` columns are new.
+        mask: the mask; its last columns are new.
+        columns: how many.
+
+    Attributes:
+        was_guessed: whether somebody has gone on without it, as if it hid nothing.
     """
 
-    def __init__(self, batch: Batch, mask: torch.Tensor, queries: int):
+    def __init__(self, batch: Batch, mask: torch.Tensor, columns: int):
         self._batch: Batch = weakref.proxy(batch)  # which keeps this until it is read
-        self._queries = queries
+        self._columns = columns
         self._mask = Download(mask.to(torch.bool))
-        self._facts: _Facts | None = None
+        self._facts: Facts | None = None
+        self.was_guessed = False
+
+    def has_arrived(self) -> bool:
+        return self._facts is not None or self._mask.has_arrived()
 
     @property
-    def new_tokens(self) -> np.ndarray | None:
-        """bool [rows, queries], which of the step's columns are tokens; None if all are."""
-        return self._settled().new_tokens
+    def new_tokens(self) -> np.ndarray:
+        """See `Facts`."""
+        return self.read().new_tokens
 
     @property
     def hides_tokens(self) -> bool:
-        """Whether it masks a stored token, so that more is stored than may be seen."""
-        return self._settled().hides_tokens
+        """See `Facts`; False where the step under way may go on without knowing."""
+        if not self.has_arrived() and self._batch.may_go_on(self):
+            self.was_guessed = True
+            return False
+        return self.read().hides_tokens
 
-    def _settled(self) -> _Facts:
-        if self._facts is None:
-            if not self._mask.has_arrived() and self._batch.may_go_on(self):
-                self._facts = _Facts(None, False)
-            else:
-                self._facts = self.read()
-        return self._facts
-
-    def read(self) -> _Facts:
+    def read(self) -> Facts:
         """What the mask says, once it is on the host.
 
         Raises:
             ValueError: it shows a column that was padding and is not stored.
         """
-        mask = self._mask.array()
-        return _Facts(mask[:, -self._queries :], self._batch.hides_tokens(mask))
+        if self._facts is None:
+            mask = self._mask.array()
+            self._facts = Facts(mask[:, -self._columns :], self._batch.hides_tokens(mask))
+        return self._facts

@@ -242,15 +242,20 @@ class BlockTables:
             self.tokens = tokens
             self.drop_behind_ends()
 
-    def take_back(self, tokens: Tokens) -> None:
+    def take_back(self, tokens: Tokens) -> BlockTables:
         """Make `tokens` the present ones, where some rows have fewer than before.
 
         The arrays in `tables` become new ones, as the step under way may still read the old.
+
+        Returns:
+            Tables that go on holding what these rows held.
         """
         with self.pool.lock, self.pool.change:
+            longer = self.select(np.flatnonzero(tokens.lengths < self.tokens.lengths))
             self.tables[:] = [table.copy() for table in self.tables]
             self.tokens = tokens
             self.drop_behind_ends()
+        return longer
 
     def drop_behind_ends(self) -> None:
         """Give back the blocks behind each row's last token."""

@@ -31,7 +31,7 @@ class Download:
     def __init__(self, tensor: torch.Tensor):
         self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = _host_memory(tensor.shape, tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(tensor.device))
@@ -49,10 +49,15 @@ class Download:
         return self._host.numpy()
 
 
+def _host_memory(shape: tuple[int, ...], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+    # Whatever torch.set_default_device says.
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pin_memory)
+
+
 def _packed(arrays: Sequence[np.ndarray], pin_memory: bool) -> torch.Tensor:
     """The bytes of all arrays in one host tensor, each from an aligned offset."""
     offsets = _offsets(arrays)
-    packed = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=pin_memory)
+    packed = _host_memory((offsets[-1],), torch.uint8, pin_memory)
     for array, start in zip(arrays, offsets[:-1], strict=True):
         packed[start : start + array.nbytes].numpy().view(array.dtype)[:] = array
     return packed

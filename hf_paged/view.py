@@ -187,13 +187,9 @@ class LazyMask(_Densifying):
     @property
     def pattern(self) -> Pattern | None:
         """What the mask allows among the tokens, None if it is more than a pattern."""
-        hides_tokens = self.padding is not None and self.padding.hides_tokens
-        return None if hides_tokens else self.among_tokens
-
-    @property
-    def new_tokens(self) -> np.ndarray | None:
-        """bool [rows, queries], which of the step's columns are tokens; None if all are."""
-        return None if self.padding is None else self.padding.new_tokens
+        if self.among_tokens is None or self.padding is None or not self.padding.hides_tokens:
+            return self.among_tokens
+        return None
 
     def densify(self) -> torch.Tensor:
         return self._build()

@@ -30,8 +30,11 @@ from transformers.masking_utils import sdpa_mask
 import hf_paged.backends
 from examples import small_model
 from hf_paged import BlockPool, PagedCache
+from hf_paged.attention import paged_mask
 from hf_paged.backends import flashinfer as backend
+from hf_paged.step import Pattern
 from hf_paged.transfer import Download, _packed, _views
+from hf_paged.view import LazyMask
 
 BF16, F16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -357,6 +360,27 @@ def test_packed_arrays_are_what_they_were() -> None:
         assert np.array_equal(view.numpy(), array)
         assert view.numpy().dtype == array.dtype
         assert view.data_ptr() % 16 == 0
+
+
+def test_memory_of_the_host_is_there_whatever_the_default_device_is() -> None:
+    """ "meta" stands for a GPU, where memory cannot be pinned."""
+    with torch.device("meta"):
+        assert _packed([np.arange(5)], pin_memory=False).device.type == "cpu"
+
+
+def test_which_masks_are_chunked_is_known_without_asking_one() -> None:
+    """Asked on the device, the host would wait; and a mask may hold the padding there."""
+
+    def asked(*args: Any) -> None:
+        raise AssertionError
+
+    model = tiny("llama4_text")
+    length, offset = PagedCache(config=model.config).get_mask_sizes(12, 0)
+    mask = paged_mask(
+        2, 12, length, 0, offset, mask_function=asked, local_size=8, config=model.config
+    )
+    assert isinstance(mask, LazyMask)
+    assert mask.pattern == Pattern("chunked", 8)
 
 
 # -- generate --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import transformers
 from conftest import TINY, ragged_ids, tiny
 from packaging.version import Version
 from transformers import DynamicCache, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 
 from hf_paged import PagedCache
 from hf_paged.step import Pattern
@@ -55,6 +56,28 @@ def test_autocast(tiny_model: Build, attention: str) -> None:
     error, floor = ((logits - exact).abs().max() for logits in (ours, theirs))
     assert error <= 2 * floor
     cache.pool.check()
+
+
+def test_a_mask_is_used_again_after_a_forward_that_failed(tiny_model: Build) -> None:
+    """Its caller has made it, and it says what is padding the second time too."""
+    model = tiny_model("llama")
+    model.set_attn_implementation("hf_paged")
+    cache = PagedCache(config=model.config)
+    ids, padding = ragged_ids([6, 3]).values()
+    embedded = model.get_input_embeddings()(ids)
+    mask = create_causal_mask(
+        config=model.config, inputs_embeds=embedded, attention_mask=padding, past_key_values=cache
+    )
+
+    def fail(*args: object) -> None:
+        raise InterruptedError
+
+    hook = model.model.layers[2].register_forward_pre_hook(fail)
+    with pytest.raises(InterruptedError):
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+    hook.remove()
+    model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+    assert cache.row_lengths == [6, 3]
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)

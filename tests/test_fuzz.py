@@ -686,9 +686,10 @@ class Fuzz(RuleBasedStateMachine):
                 tracked.reset()
 
     def teardown(self) -> None:
+        if hasattr(self, "patch"):
+            self.patch.undo()
         if not hasattr(self, "pool"):
             return
-        self.patch.undo()
         self.watch.close()
         self.watch.tracked = None
         self.caches.clear()

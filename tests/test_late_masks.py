@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from hf_paged import PagedCache, PoolExhausted
+from hf_paged.batch import Batch
+from hf_paged.pool import ENV_DEBUG
 from hf_paged.transfer import Download
 
 Build = Callable[[str], PreTrainedModel]
@@ -49,9 +54,9 @@ def masks() -> Iterator[Masks]:
 class Loop:
     """A loop of forwards of a ragged batch, with a PagedCache and with a DynamicCache."""
 
-    def __init__(self, model: PreTrainedModel, num_blocks: int | None = None):
+    def __init__(self, model: PreTrainedModel, **kwargs: Any):
         self.model = model
-        self.cache: Any = PagedCache(config=model.config, block_size=BLOCK, num_blocks=num_blocks)
+        self.cache: Any = PagedCache(config=model.config, block_size=BLOCK, **kwargs)
         self.dynamic: Any = DynamicCache(config=model.config)
         inputs = ragged_ids(LENGTHS)
         self.ids, self.mask = inputs["input_ids"], inputs["attention_mask"]
@@ -119,7 +124,7 @@ def test_masks_are_read_when_all_layers_are_under_way(
 
 
 class NoReads(TorchDispatchMode):
-    """Refuses operations whose result the host waits for, were the tensors on a GPU."""
+    """Refuses operations whose result, or its shape, the host would wait for on a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert torch.Tag.data_dependent_output not in func.tags, func
@@ -127,9 +132,9 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "llama4_text"])
 def test_a_decode_step_reads_nothing_back(tiny_model: Build, masks: Masks, name: str) -> None:
-    """Neither the cache nor what transformers does around it."""
+    """Neither the cache nor what transformers does around it, apart from masks (see above)."""
     loop = Loop(tiny_model(name))
     with NoReads():
         for _ in range(6):
@@ -191,6 +196,157 @@ def test_hidden_tokens_undo_the_step_and_the_next_one_waits(
     assert loop.cache.report().dense_calls.keys() == {
         "a mask that is more than causal, sliding or chunked"
     }
+
+
+def own_mask(loop: Loop, make: Callable[..., Any] = create_causal_mask) -> Any:
+    """The mask of a forward, made by its caller, who may use it again."""
+    loop.model.set_attn_implementation("hf_paged")
+    return make(
+        config=loop.model.config,
+        inputs_embeds=loop.model.get_input_embeddings()(loop.ids),
+        attention_mask=loop.mask,
+        past_key_values=loop.cache,
+        position_ids=loop.positions,
+    )
+
+
+@pytest.mark.parametrize("error", [RuntimeError, InterruptedError])
+def test_a_mask_that_was_guessed_is_read_when_it_is_used_again(
+    tiny_model: Build, masks: Masks, error: type[Exception]
+) -> None:
+    """The step that guessed it is undone, or has failed before it was compared."""
+    loop = Loop(tiny_model("llama"))
+    loop.decode()
+    loop.begin()
+    two_dimensional = loop.mask.clone()
+    two_dimensional[0, 2] = 0
+    loop.mask = two_dimensional
+    loop.mask = own_mask(loop)
+
+    def fail(*args: Any) -> None:
+        if error is InterruptedError:
+            raise InterruptedError
+
+    hook = loop.model.model.layers[2].register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        loop.forward("hf_paged", loop.cache)
+    hook.remove()
+    masks.are_late = error is RuntimeError
+    found = loop.forward("hf_paged", loop.cache)
+    loop.mask = two_dimensional
+    expected = loop.forward("eager", loop.dynamic)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_any_of_several_masks_that_hides_tokens_undoes_the_step(
+    tiny_model: Build, masks: Masks
+) -> None:
+    loop = Loop(tiny_model("gemma2"))
+    loop.begin()
+    shown = loop.mask
+    loop.mask = shown.clone()
+    loop.mask[0, 2] = 0
+    full = own_mask(loop)
+    loop.mask = shown
+    sliding = own_mask(loop, create_sliding_window_causal_mask)
+    loop.mask = {"full_attention": full, "sliding_attention": sliding}
+    with pytest.raises(RuntimeError, match="hides tokens"):
+        loop.forward("hf_paged", loop.cache)
+
+
+def test_gathered_keys_and_values_need_no_guess(tiny_model: Build, masks: Masks) -> None:
+    """Attention reads the whole mask then, so a step that hides tokens is as good as any."""
+    loop = Loop(tiny_model("llama"), backend="dense")
+    loop.decode()
+    loop.begin()
+    loop.mask[0, 2] = 0
+    loop.compare()
+    assert loop.cache.row_lengths == [8, 5, 7]
+    assert loop.cache.known_tables()[1] == 7  # the K/V behind are not those of the whole rows
+
+
+def test_a_mask_that_is_no_pattern_needs_no_guess(tiny_model: Build, masks: Masks) -> None:
+    loop = Loop(tiny_model("llama"))
+    loop.decode()
+    loop.begin()
+    loop.mask[0, 2] = 0
+    expected = loop.forward("eager", loop.dynamic)
+    loop.mask = own_mask(
+        loop, partial(create_causal_mask, and_mask_function=lambda b, h, q, k: q == q)
+    )
+    found = loop.forward("hf_paged", loop.cache)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_copies_of_a_cache_whose_tokens_are_hidden_wait(
+    tiny_model: Build, masks: Masks, tmp_path: Path
+) -> None:
+    loop = Loop(tiny_model("llama"))
+    loop.mask[0, 2] = masks.are_late = False
+    loop.decode()
+    masks.are_late = True
+    loop.cache.save(tmp_path / "cache")
+    original = loop.cache
+    loop.begin()
+    expected = loop.forward("eager", loop.dynamic)
+    for cache in (original.fork(), PagedCache.load(tmp_path / "cache", loop.model.config)):
+        found = loop.forward("hf_paged", cache)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_steps_of_several_columns_wait(tiny_model: Build, masks: Masks) -> None:
+    loop = Loop(tiny_model("llama"))
+    loop.decode()
+    loop.begin(0, 1, 1)
+    ids = loop.ids
+    loop.begin()
+    loop.ids = torch.cat([ids, loop.ids], 1)
+    loop.positions = (loop.mask.cumsum(1) - 1)[:, -2:]
+    loop.compare()
+    loop.check_stored()
+
+
+@pytest.mark.parametrize("ends", [(0, 1, 1), (1, 0, 1), (0, 0, 1)])
+def test_a_first_step_of_rows_that_begin_alike(
+    tiny_model: Build, masks: Masks, ends: tuple[int, ...]
+) -> None:
+    """The row that has ended may be the one whose block the others share."""
+    loop = Loop(tiny_model("llama"))
+    loop.cache.reset()
+    loop.dynamic, loop.mask = DynamicCache(config=loop.model.config), loop.mask[:, :0]
+    loop.begin(*ends)
+    loop.ids[:] = 7
+    loop.compare()
+    loop.check_stored()
+    for _ in range(5):
+        loop.decode()
+    loop.check_stored()
+
+
+def test_no_block_that_was_given_back_is_read(
+    tiny_model: Build, masks: Masks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a row that has ended took at a block border stays its own until the step is over."""
+    monkeypatch.setenv(ENV_DEBUG, "1")
+    update = Batch.update
+
+    def collecting(batch: Batch, *args: Any) -> Any:
+        pages = update(batch, *args)
+        batch.pool.collect()  # as another thread may do at any time
+        return pages
+
+    monkeypatch.setattr(Batch, "update", collecting)
+    loop = Loop(tiny_model("llama"))
+    loop.decode()
+    loop.begin(1, 0, 1)  # the second row has 4 tokens
+    assert loop.forward("hf_paged", loop.cache).isfinite().all()
+    loop.check_stored()
+    loop.cache.pool.check()
+    loop.begin()
+    loop.forward("hf_paged", loop.cache)
+    loop.check_stored()
+    assert loop.cache.pool.num_used == sum(map(len, loop.cache.block_tables))
+    assert loop.cache.pool.copies == 0
 
 
 def test_padding_that_is_shown_undoes_the_step(tiny_model: Build, masks: Masks) -> None:

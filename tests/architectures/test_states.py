@@ -11,6 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
+from hf_paged.transfer import Download
 
 from .compare import text_inputs
 from .models import is_tested
@@ -57,6 +58,25 @@ def test_rows_move_with_their_states(name: str, move: str) -> None:
             rows = {"select": [1, 0], "repeat": [0, 0, 1, 1]}[move]
             cache.reorder_cache(torch.tensor(rows))
         logits.append(step(model, cache, ids[:1, :1].repeat(4 if move == "repeat" else 2, 1)))
+    same(logits)
+
+
+@pytest.mark.parametrize("name", [*filter(is_tested, ("jamba", "lfm2"))])
+def test_a_step_that_cannot_be_undone_waits_for_its_mask(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Download, "has_arrived", lambda download: False)
+    model, logits = tiny(name, "hf_paged"), []
+    ids = text_inputs(padding=0)["input_ids"]
+    mask = torch.ones(len(ids), ids.shape[1] + 2, dtype=torch.long)
+    for cache in caches(model):
+        for start, stop in ((0, -2), (-2, -1), (-1, None)):
+            given = mask[:, :stop].clone()
+            given[0, 1] = stop is not None  # the last step hides a token
+            new = ids if start == 0 else ids[:, :1]
+            with torch.no_grad():
+                out = model(input_ids=new, attention_mask=given, past_key_values=cache)
+        logits.append(out.logits)
     same(logits)
 
 
