@@ -238,6 +238,25 @@ def test_a_bad_value_stays_in_its_row(way: str, bad: float) -> None:
     assert not found[1].isfinite().any()
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("what", ["query", "keys", "values"])
+@pytest.mark.parametrize("token", [2, 599])
+def test_a_bad_value_is_not_passed_over(way: str, what: str, bad: float, token: int) -> None:
+    """It makes NaN of what attention in float64 makes NaN of, and of nothing else."""
+    case = Case([600, 20], 1, heads=(8, 2))
+    if what == "query":
+        case.query[0, 5, 0, 3] = bad
+    else:
+        block, storage = case.cache.block_tables[0][token // 4], case.cache.pool.groups[0].storage
+        getattr(case, what)[0, 1, token, 3] = bad
+        getattr(storage[0], what)[block, token % 4, 1, 3] = bad
+    expected = case.expected()
+    assert not expected[0].isfinite().all()
+    torch.testing.assert_close(
+        case.attend().double(), expected, atol=3e-6, rtol=3e-6, equal_nan=True
+    )
+
+
 def test_two_threads_generate_at_once() -> None:
     model = tiny("llama")
     model.set_attn_implementation("hf_paged")

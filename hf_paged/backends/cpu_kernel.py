@@ -214,15 +214,40 @@ def _sum_of_four(builder, sums):
     pairs = halves(sums[0], sums[1], LANES), halves(sums[2], sums[3], LANES)
     four = halves(*pairs, LANES // 2)
     each = LANES // 4  # partial sums of each that are left
-    undefined = ir.Constant(_VECTOR, ir.Undefined)
     for distance in [d for d in (4, 2, 1) if d < each]:
-        turned = [i ^ distance for i in range(LANES)]
-        other = builder.shuffle_vector(
-            four, undefined, ir.Constant(ir.VectorType(_INT, LANES), turned)
-        )
-        four = builder.fadd(four, other)
+        four = builder.fadd(four, _turned(builder, four, distance))
     firsts = ir.Constant(ir.VectorType(_INT, 4), [0, each, 2 * each, 3 * each])
-    return builder.shuffle_vector(four, undefined, firsts)
+    return builder.shuffle_vector(four, ir.Constant(_VECTOR, ir.Undefined), firsts)
+
+
+@intrinsic
+def _peak(typing_context, scores, result, peak):
+    """The highest of a chunk's logits and `peak`; NaN if one of them is."""
+
+    def codegen(context, builder, signature, args):
+        scores, result, peak = args
+
+        def higher(a, b):
+            is_higher = builder.fcmp_ordered(">", b, a)
+            is_nan = builder.fcmp_unordered("uno", b, b)
+            return builder.select(builder.or_(is_higher, is_nan), b, a)
+
+        highest = _splat(builder, peak, _VECTOR)
+        for start in range(0, CHUNK, LANES):
+            at = (result, result.type(start))
+            pointer = _pointer(context, builder, signature.args[0], scores, at)
+            highest = higher(highest, _load(builder, pointer, types.float32))
+        for distance in (8, 4, 2, 1):
+            highest = higher(highest, _turned(builder, highest, distance))
+        return builder.extract_element(highest, _INT(0))
+
+    return types.float32(scores, types.intp, types.float32), codegen
+
+
+def _turned(builder, vector, distance):
+    """Each lane's value in the lane at `distance` from it, in pairs."""
+    lanes = ir.Constant(ir.VectorType(_INT, LANES), [i ^ distance for i in range(LANES)])
+    return builder.shuffle_vector(vector, ir.Constant(_VECTOR, ir.Undefined), lanes)
 
 
 def _make_score_tile(heads):
@@ -338,14 +363,20 @@ def _make_weigh_tile(heads):
     return weigh_tile
 
 
-_score_4, _score_2, _score_1 = (_make_score_tile(heads) for heads in (4, 2, 1))
-_weigh_4, _weigh_2, _weigh_1 = (_make_weigh_tile(heads) for heads in (4, 2, 1))
+_score_4, _score_3, _score_2, _score_1 = (_make_score_tile(heads) for heads in (4, 3, 2, 1))
+_weigh_4, _weigh_3, _weigh_2, _weigh_1 = (_make_weigh_tile(heads) for heads in (4, 3, 2, 1))
+
+
+@njit(inline="always")
+def _tile_heads(rest):
+    """How many of the `rest` heads that are left go into the next tile."""
+    return 3 if rest == 5 else min(rest, 4)
 
 
 @njit(fastmath=FASTMATH, inline="always")
 def _exp(x):
     """exp(x) for x <= 0, to about an ulp; unlike math.exp it vectorises (Cephes' expf)."""
-    x = max(x, SMALLEST)
+    x = SMALLEST if x < SMALLEST else x  # max() would not keep a NaN
     n = np.floor(x * LOG2_E + np.float32(0.5))
     r = x - n * LN2_HIGH - n * LN2_LOW
     p = np.float32(1.9875691500e-4)
@@ -384,12 +415,14 @@ def _score(query, q, keys, values, kv_head, slots, count, scores, result):
     head, result, last = kv_head * group, result + kv_head * group, (kv_head + 1) * group
     first = head
     while head < last:
-        size = 4 if last - head >= 4 else (2 if last - head >= 2 else 1)
+        size = _tile_heads(last - head)
         for i in range(0, count, TILE):
             if head == first:
                 _prefetch_tokens(values, kv_head, slots, i, min(i + TILE, count))
             if size == 4:
                 _score_4(query, q, head, keys, kv_head, slots, i, scores, result)
+            elif size == 3:
+                _score_3(query, q, head, keys, kv_head, slots, i, scores, result)
             elif size == 2:
                 _score_2(query, q, head, keys, kv_head, slots, i, scores, result)
             else:
@@ -403,24 +436,16 @@ def _weigh(scores, result, low, high, values, kv_head, group, slots, outs, at):
     """Add the weighted values of tokens `low` to `high` of a chunk to `outs`."""
     head, last = kv_head * group, (kv_head + 1) * group
     while head < last:
-        r, a = result + head, at + head
-        if last - head >= 4:
+        r, a, size = result + head, at + head, _tile_heads(last - head)
+        if size == 4:
             _weigh_4(scores, r, low, high, values, kv_head, slots, outs, a)
-            head += 4
-        elif last - head >= 2:
+        elif size == 3:
+            _weigh_3(scores, r, low, high, values, kv_head, slots, outs, a)
+        elif size == 2:
             _weigh_2(scores, r, low, high, values, kv_head, slots, outs, a)
-            head += 2
         else:
             _weigh_1(scores, r, low, high, values, kv_head, slots, outs, a)
-            head += 1
-
-
-@njit(fastmath=FASTMATH)
-def _peak(scores, result, peak):
-    """The highest of a chunk's logits and `peak`."""
-    for i in range(CHUNK):
-        peak = max(peak, scores[result, i])
-    return peak
+        head += size
 
 
 @njit(fastmath=FASTMATH)
@@ -437,15 +462,16 @@ def _weights(scores, result, peak):
 @njit(fastmath=FASTMATH)
 def _softmax(scores, result, low, high, outs, peaks, totals, at):
     """Turn a chunk's logits `low` to `high` into weights, and what is summed up so far to match."""
-    for i in range(CHUNK):
-        if i < low or i >= high:
-            scores[result, i] = LOWEST
+    for i in range(low):
+        scores[result, i] = LOWEST
+    for i in range(high, CHUNK):
+        scores[result, i] = LOWEST
     peak = _peak(scores, result, peaks[at])
     if peak == LOWEST:  # all logits are -inf so far: nothing to weigh
         for i in range(CHUNK):
             scores[result, i] = np.float32(0.0)
         return
-    if peak > peaks[at]:
+    if not peak <= peaks[at]:  # higher, or NaN
         scale = _exp(peaks[at] - peak)
         totals[at] *= scale
         for d in range(outs.shape[1]):
