@@ -3,9 +3,10 @@
     python evals/gpu_check.py              # under 8 minutes, once the kernels are built
     python evals/gpu_check.py --prebuild   # builds them; needs nvcc, but no GPU
 
-Every path is compared with the dense reference in float64; then come times by CUDA events, with
-the share of the memory bandwidth that a copy reaches. Writes gpu_check.json and .md to
-evals/results/ (or --out). The exit status is 1 if a result is wrong.
+Every path is compared with the dense reference in float64, and small models with themselves in
+float32; then come times by CUDA events, with the share of the memory bandwidth that a copy
+reaches. Writes gpu_check.json and .md to evals/results/ (or --out). The exit status is 1 if a
+result is wrong.
 
 Without a GPU, kernels are built for the architectures that are named, and are found again where
 FLASHINFER_WORKSPACE_BASE is the same; linking needs some libcuda.so:
@@ -19,6 +20,7 @@ FLASHINFER_WORKSPACE_BASE is the same; linking needs some libcuda.so:
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import importlib.util
 import itertools
@@ -33,7 +35,15 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from evals.common import Rows, machine_facts, write_results
@@ -50,7 +60,31 @@ TOLERANCE = {F16: 4e-3, BF16: 2e-2}
 GIB = 1 << 30
 SLEEP = 1_000_000_000  # cycles of the GPU, about half a second
 DEVICE = "cuda"
-CORRECTNESS = "Attention against the dense reference in float64"
+CORRECTNESS = "Attention against the dense reference in float64, models against float32"
+
+
+# Models whose masks, windows and positions are made on the device.
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 99,
+}
+MIXED = ["sliding_attention", "full_attention"] * 2
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8, "layer_types": MIXED},
+    "llama4_text": {
+        "attention_chunk_size": 8,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "num_local_experts": 1,
+        "intermediate_size_mlp": 256,
+    },
+}
 
 
 class AttentionLayer(torch.nn.Module):
@@ -203,6 +237,45 @@ def correctness() -> Iterator[dict[str, Any]]:
         error = attention_error(case)
         yield {"case": str(case), "error / tolerance": error, "ok": error <= 1}
     backend.CASCADE_MIN_BYTES = minimum
+    for model_type in MODELS:
+        error = model_error(model_type)
+        yield {"case": f"model {model_type}", "error / tolerance": error, "ok": error <= 1}
+
+
+def model_error(model_type: str) -> float:
+    """The largest error of a small random model's logits, in parts of twice DynamicCache's own."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, **MODELS[model_type]})
+    model = AutoModelForCausalLM.from_config(config, dtype=BF16).eval().to(DEVICE)
+    exact = copy.deepcopy(model).float()
+    cache = PagedCache(config=config, backend="flashinfer")
+    expected = ragged_logits(exact, "eager", DynamicCache(config=config))
+    floor = (ragged_logits(model, "eager", DynamicCache(config=config)) - expected).abs().max()
+    error = (ragged_logits(model, "hf_paged", cache) - expected).abs().max()
+    if cache.report().dense_calls:
+        raise RuntimeError(f"{model_type} was gathered: {cache.report().dense_calls}")
+    return float(error / (2 * floor))
+
+
+def ragged_logits(model: Any, attention: str, cache: Any) -> torch.Tensor:
+    """Logits of left-padded prompts and of some decode steps behind them."""
+    model.set_attn_implementation(attention)
+    lengths, new = torch.tensor([30, 11, 3]), 6
+    columns = int(lengths.max()) + new
+    ids = torch.randint(3, 99, (3, columns), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    mask = (torch.arange(columns) >= lengths.max() - lengths[:, None]).long().to(DEVICE)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits, start = [], 0
+    for stop in range(columns - new, columns + 1):
+        out = model(
+            input_ids=ids[:, start:stop],
+            attention_mask=mask[:, :stop],
+            position_ids=positions[:, start:stop],
+            past_key_values=cache,
+        )
+        logits.append(out.logits.float())
+        start = stop
+    return torch.cat(logits, 1)[mask.bool()]
 
 
 # -- times -----------------------------------------------------------------------------------------
@@ -529,7 +602,9 @@ def main(arguments: argparse.Namespace) -> int:
         sys.exit("gpu_check needs a CUDA device; --prebuild builds its kernels without one.")
     results: dict[str, Rows] = {}
     with torch.no_grad():
-        results[CORRECTNESS] = collected(tqdm(correctness(), total=len(CASES), unit="case"))
+        results[CORRECTNESS] = collected(
+            tqdm(correctness(), total=len(CASES) + len(MODELS), unit="case")
+        )
         bandwidth = copy_bandwidth()
         free_memory()
         results["Decode attention"] = [

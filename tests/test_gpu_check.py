@@ -67,6 +67,12 @@ def test_the_reference_agrees_with_every_case(
     assert emulation.merges == case.is_fork
 
 
+@pytest.mark.parametrize("model_type", gpu_check.MODELS)
+def test_models_agree(model_type: str) -> None:
+    with torch.no_grad():
+        assert 0 < gpu_check.model_error(model_type) < 1
+
+
 def test_a_wrong_scale_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = flashinfer_emulation.attention
     monkeypatch.setattr(flashinfer_emulation, "attention", lambda *a: exact(*a[:-1], a[-1] * 1.05))
