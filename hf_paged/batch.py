@@ -392,8 +392,8 @@ class Batch:
             )
         if is_fork:
             before = before.select(np.zeros(rows, np.int64))
-        # A step that begins without its mask may have to be undone.
-        may_begin = self._only_grows and not self.pool.stateful_layers
+        # A step that begins without its mask may have to be undone, or done with fewer rows.
+        may_begin = self._only_grows and not is_first and not self.pool.stateful_layers
         new = self._new_tokens(rows, columns, may_begin and columns == 1)
         step = Step(before, before.extend(columns, new), new)
         sharing = None
@@ -438,18 +438,19 @@ class Batch:
         unread, self._unread = self._unread, None
         self._only_grows = False
         facts = [padding.read() for padding in unread]
-        if any(fact.hides_tokens for fact in facts):
-            if any(padding.was_guessed for padding in unread):
-                raise RuntimeError(
-                    "The attention_mask hides tokens that it did not hide before, and the step "
-                    "began before the device had passed it on; the step is undone, so run it once "
-                    "more: then the mask is read first."
-                )
+        hides_tokens = any(fact.hides_tokens for fact in facts)
+        if hides_tokens and any(padding.was_guessed for padding in unread):
+            raise RuntimeError(
+                "The attention_mask hides tokens that it did not hide before, and the step began "
+                "before the device had passed it on; the step is undone, so run it once more: then "
+                "the mask is read first."
+            )
+        if hides_tokens:
             self._note_mixed()
-            return None
         new = self._stored(facts[0].new_tokens, len(step), step.columns)
-        self._only_grows = self._all_grow(new)
-        return None if self._only_grows else new
+        all_grow = self._all_grow(new)
+        self._only_grows = all_grow and not hides_tokens
+        return None if all_grow else new
 
     def _note_mixed(self) -> None:
         """From here on a row's K/V may be of more or less than its own past alone."""

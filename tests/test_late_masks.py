@@ -56,7 +56,7 @@ class Loop:
 
     def __init__(self, model: PreTrainedModel, **kwargs: Any):
         self.model = model
-        self.cache: Any = PagedCache(config=model.config, block_size=BLOCK, **kwargs)
+        self.cache: Any = PagedCache(config=model.config, **{"block_size": BLOCK, **kwargs})
         self.dynamic: Any = DynamicCache(config=model.config)
         inputs = ragged_ids(LENGTHS)
         self.ids, self.mask = inputs["input_ids"], inputs["attention_mask"]
@@ -258,10 +258,10 @@ def test_gathered_keys_and_values_need_no_guess(tiny_model: Build, masks: Masks)
     """Attention reads the whole mask then, so a step that hides tokens is as good as any."""
     loop = Loop(tiny_model("llama"), backend="dense")
     loop.decode()
-    loop.begin()
+    loop.begin(1, 0, 1)
     loop.mask[0, 2] = 0
     loop.compare()
-    assert loop.cache.row_lengths == [8, 5, 7]
+    assert loop.cache.row_lengths == [8, 4, 7]
     assert loop.cache.known_tables()[1] == 7  # the K/V behind are not those of the whole rows
 
 
@@ -321,6 +321,24 @@ def test_a_first_step_of_rows_that_begin_alike(
     for _ in range(5):
         loop.decode()
     loop.check_stored()
+
+
+def test_a_first_step_that_only_fits_without_the_rows_that_have_ended(
+    tiny_model: Build, masks: Masks
+) -> None:
+    loop = Loop(tiny_model("llama"), block_size=1, num_blocks=21)
+    loop.cache.reset()
+    other = PagedCache(pool=loop.cache.pool)
+    other.prefill(loop.model, torch.ones(1, 20, dtype=torch.long))
+    loop.dynamic = DynamicCache(config=loop.model.config)
+    loop.mask = torch.tensor([1, 0, 1, 0])[:, None]
+    loop.ids, loop.positions = torch.tensor([7, 3, 7, 4])[:, None], torch.zeros_like(loop.mask)
+    loop.compare()  # two blocks are left, and two rows that may share one
+    other.free()
+    loop.begin(1, 1, 1, 1)
+    loop.ids = torch.full_like(loop.positions, 5)
+    loop.compare()
+    assert loop.cache.row_lengths == [2, 1, 2, 1]
 
 
 def test_no_block_that_was_given_back_is_read(
