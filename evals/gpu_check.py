@@ -422,9 +422,8 @@ def runs_ahead(model: LlamaForCausalLM, cache: PagedCache, ids: torch.Tensor) ->
     )
     torch.cuda._sleep(SLEEP)
     is_awake.record()
-    with no_waiting():
+    with hook, no_waiting():
         model(input_ids=ids, attention_mask=mask, past_key_values=cache)
-    hook.remove()
     return found == [True]
 
 

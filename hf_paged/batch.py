@@ -593,10 +593,11 @@ class Batch:
         if padding is not None and may_begin and not padding.has_arrived():
             self._unread = [padding]
             return self._stored(None, rows, columns)
-        hides_tokens = padding is not None and padding.hides_tokens
+        facts = None if padding is None else padding.read()
+        hides_tokens = facts is not None and facts.hides_tokens
         if hides_tokens or (mask is not None and mask.among_tokens is None):
             self._note_mixed()
-        new = self._stored(None if padding is None else padding.new_tokens, rows, columns)
+        new = self._stored(None if facts is None else facts.new_tokens, rows, columns)
         self._only_grows = not hides_tokens and self._all_grow(new)
         return new
 

@@ -54,11 +54,6 @@ class Padding:
         return self._facts is not None or self._mask.has_arrived()
 
     @property
-    def new_tokens(self) -> np.ndarray:
-        """See `Facts`."""
-        return self.read().new_tokens
-
-    @property
     def hides_tokens(self) -> bool:
         """See `Facts`; False where the step under way may go on without knowing."""
         if not self.has_arrived() and self._batch.may_go_on(self):
