@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from .backends import backend_for
-from .padding import Padding
-from .pool import BlockPool, PoolExhausted, is_debugging
+from .pool import BlockPool, is_debugging
 from .sharing import Sharing, find_sharing
 from .snapshot import Snapshot
 from .step import GroupStep, Step
@@ -93,13 +92,14 @@ class Batch:
         self._idle: set[int] = set()  # layers that the model passes over
         self._has_completed = False
         self._blamed: set[int] | None = None  # layers behind at the last roll-back
-        # The mask of each thread's forward under way. It is alive exactly while that runs, so a
-        # failed one leaves nothing behind.
+        # The mask of each thread's next step, until that is complete. Asking for the sizes of
+        # another one drops it: a forward that fails leaves its mask behind, and a traceback that
+        # somebody keeps holds it for as long as it lives.
         self._masks: dict[int, weakref.ref[LazyMask]] = {}
-        # Masks that the step under way goes on without, the noted one first; None if it may not.
-        self._unread: list[Padding] | None = None
-        self._only_grows = False  # whether the last mask showed all that is stored, and a new token
-        self._longer: BlockTables | None = None  # what rows held that have ended in this step
+        # The last mask (bool [rows, columns]) that showed all that was stored, and these tokens.
+        self._shown: tuple[Tokens, torch.Tensor] | None = None
+        # What the rows held before this step ended some of them at what its mask shows.
+        self._whole: BlockTables | None = None
         self._lock = threading.RLock()
         self._thread = threading.current_thread()  # whose step is under way
 
@@ -118,6 +118,10 @@ class Batch:
         return self._before if self._behind else self.tables.tokens
 
     @property
+    def _complete_tables(self) -> BlockTables:
+        return self._whole if self._behind and self._whole is not None else self.tables
+
+    @property
     def columns(self) -> int:
         """Columns of all complete steps."""
         return self.tokens.columns
@@ -125,45 +129,17 @@ class Batch:
     def block_table(self, group: int) -> np.ndarray:
         """int32 [rows, width], the blocks of a layer group; -1 where a row holds none."""
         self._check_usable()
-        return self.tables.tables[group]
+        return self._complete_tables.tables[group]
 
     def mask_sizes(self, queries: int, window: int | None) -> tuple[KVLength, int]:
         """(kv_length, kv_offset) for `queries` new columns, as `DynamicCache` would show them."""
         past = self.columns
         visible = past if window is None else min(past, window - 1)
+        self._masks.pop(threading.get_ident(), None)
         return KVLength(visible + queries, self), past - visible
 
-    def hides_tokens(self, mask: np.ndarray) -> bool:
-        """Whether a 2-D mask (bool [rows, all columns]) masks a token that is stored.
-
-        Raises:
-            ValueError: it shows a column that was padding and is not stored.
-        """
-        tokens = self.tokens
-        if not tokens.columns:
-            return False
-        stored, past = tokens.mask(), mask[:, : tokens.columns]
-        if len(stored) not in (1, len(past)):
-            raise self._wrong_rows(len(past))
-        if self._freed_rows is not None:
-            past = past & ~self._freed_rows[:, None]
-        if (past & ~stored).any():
-            raise ValueError(
-                "The attention_mask shows columns that were padding when they were computed; a "
-                "PagedCache does not store padding, so pass the same mask for them again."
-            )
-        return bool((past != stored).any())
-
-    def may_go_on(self, padding: Padding) -> bool:
-        """Whether the step under way may go on without `padding`, and read it before it is over."""
-        if self._unread is None:
-            return False
-        if padding not in self._unread:
-            self._unread.append(padding)
-        return True
-
     def note_mask(self, mask: LazyMask) -> None:
-        """Remember the mask of the forward under way; it says which new columns are tokens."""
+        """Keep the mask of the step that comes; it says which new columns are tokens."""
         self._masks[threading.get_ident()] = weakref.ref(mask)
 
     @_exclusive
@@ -203,12 +179,12 @@ class Batch:
                     group.keep_written(new_keys),
                     group.keep_written(new_values),
                 )
-            if self._behind == {layer}:
-                new = self._read_masks(step)
-                if new is not None:
-                    self._longer = self.tables.take_back(step.before.extend(step.columns, new))
+            is_complete = self._behind <= {layer}
+            if is_complete:
                 self._masks.pop(threading.get_ident(), None)
             self._behind, self._has_failed = self._behind - {layer}, False
+            if is_complete:
+                self._drop_whole()
         except BaseException:
             if self._behind and self.step is not None:
                 self._roll_back(self.step)
@@ -244,7 +220,7 @@ class Batch:
         index, tokens = self.pool.group_of_layer[layer], self.tokens
         group = self.pool.groups[index]
         window = tokens.columns if group.window is None else group.window - 1
-        slots = self.tables.column_slots(index, tokens, min(tokens.columns, window))
+        slots = self._complete_tables.column_slots(index, tokens, min(tokens.columns, window))
         storage = group.storage[layer]
         return gather(storage.keys, slots), gather(storage.values, slots)
 
@@ -285,7 +261,6 @@ class Batch:
         batch.tables = self.tables.select(rows)
         batch._freed_rows = self._freed_among(rows)
         batch.record_past, batch._known = self.record_past, self._known
-        batch._only_grows = self._only_grows
         batch.may_hold_padding, batch.identity = self.may_hold_padding, self.identity
         batch._idle, batch._has_completed = set(self._idle), self._has_completed
         return batch
@@ -392,10 +367,14 @@ class Batch:
             )
         if is_fork:
             before = before.select(np.zeros(rows, np.int64))
-        # A step that begins without its mask may have to be undone, or done with fewer rows.
-        may_begin = self._only_grows and not is_first and not self.pool.stateful_layers
-        new = self._new_tokens(rows, columns, may_begin and columns == 1)
-        step = Step(before, before.extend(columns, new), new)
+        mask = self._noted_mask()
+        new, hidden = self._read(mask, before, rows, columns)
+        ended = None if hidden is None or self.record_past else _ended(before, hidden, new)
+        if ended is not None:
+            assert hidden is not None
+            self._note_mixed(int(ended.any(0).argmax()))
+            before, hidden = before.hide(ended), hidden & ~ended
+        step = Step(before, before.extend(columns, new), new, hidden, mask)
         sharing = None
         if self.share_prompts and is_first and rows > 1:
             states = step.unpad(keys.detach()), step.unpad(values.detach())
@@ -404,58 +383,28 @@ class Batch:
         thread = threading.current_thread()
         # From here on the step is under way, and rolled back if it fails.
         self.step, self._sharing, self._thread = step, sharing, thread
+        self._shown = None
+        if mask is not None and mask.padding is not None and len(mask.padding) == rows:
+            is_exact = step.hidden is None and self._freed_rows is None
+            self._shown = (step.after, mask.padding) if is_exact else None
         self._behind, self._before = behind, self.tables.tokens
         if is_first:
             self.tables = BlockTables(self.pool, rows)
         elif is_fork:
             self._replace_tables(np.zeros(rows, np.int64))
-        try:
-            self.tables.append(step.after, self.record_past, sharing)
-        except PoolExhausted:
-            new = self._read_masks(step)  # a row that does not grow after all needs no block
-            if new is None:
-                raise
-            self.step = step = Step(before, before.extend(columns, new), new)
-            self.tables.append(step.after, self.record_past)
+        if ended is not None:
+            self._whole = self.tables.select(np.arange(rows))
+            self.tables.end_rows(before)
+        self.tables.append(step.after, self.record_past, sharing)
         self._make_group_steps()
         self._pass_over(layer)
         if is_debugging():
             self.pool.check()
         return step
 
-    def _read_masks(self, step: Step) -> np.ndarray | None:
-        """Read the masks that the step has begun without.
-
-        Returns:
-            bool [rows, columns], which new columns are tokens, if the step took more for tokens.
-
-        Raises:
-            RuntimeError: one hides tokens, which a layer has seen.
-            ValueError: one shows a column that was padding and is not stored.
-        """
-        if self._unread is None:
-            return None
-        unread, self._unread = self._unread, None
-        self._only_grows = False
-        facts = [padding.read() for padding in unread]
-        hides_tokens = any(fact.hides_tokens for fact in facts)
-        if hides_tokens and any(padding.was_guessed for padding in unread):
-            raise RuntimeError(
-                "The attention_mask hides tokens that it did not hide before, and the step began "
-                "before the device had passed it on; the step is undone, so run it once more: then "
-                "the mask is read first."
-            )
-        if hides_tokens:
-            self._note_mixed()
-        new = self._stored(facts[0].new_tokens, len(step), step.columns)
-        all_grow = self._all_grow(new)
-        self._only_grows = all_grow and not hides_tokens
-        return None if all_grow else new
-
-    def _note_mixed(self) -> None:
-        """From here on a row's K/V may be of more or less than its own past alone."""
-        if self._known is None:
-            self._known = self.columns
+    def _note_mixed(self, column: int) -> None:
+        """From this column on a row's K/V may be of more or less than its own past alone."""
+        self._known = column if self._known is None else min(self._known, column)
 
     def _make_group_steps(self) -> None:
         assert self.step is not None
@@ -493,6 +442,8 @@ class Batch:
     def _settle(self) -> None:
         """Roll back the step that a failed forward has left unfinished."""
         self._check_usable()
+        if self.step is not None and self.step.is_custom:
+            self._note_mixed(self.step.before.columns)
         if self._behind and self.step is not None:
             behind, is_unexplained = self._behind, not self._has_failed and not self._has_completed
             if is_unexplained and behind == self._blamed:
@@ -550,6 +501,9 @@ class Batch:
     def _roll_back(self, step: Step) -> None:
         self._is_torn = bool(self.pool.stateful_layers)
         rows, columns = len(self._before), step.before.columns
+        if self._whole is not None:
+            ended, self.tables, self._whole = self.tables, self._whole, None
+            ended.release()
         self.tables.truncate(columns)
         if len(self.tables.tokens) != rows and columns:
             self._replace_tables(np.zeros(rows, np.int64))
@@ -562,10 +516,13 @@ class Batch:
         if self.step is not None:
             self.step.is_current = False
         self.step, self._behind, self._has_failed = None, behind, False
-        self._sharing, self._unread, self._group_steps = None, None, []
-        longer, self._longer = self._longer, None
-        if longer is not None:
-            longer.release()
+        self._sharing, self._group_steps = None, []
+        self._drop_whole()
+
+    def _drop_whole(self) -> None:
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            whole.release()
 
     def _replace_tables(self, rows: np.ndarray) -> None:
         old, tables = self.tables, self.tables.select(rows)
@@ -578,9 +535,8 @@ class Batch:
         freed = None if self._freed_rows is None else self._freed_rows[rows]
         return None if freed is None or not freed.any() else freed
 
-    def _new_tokens(self, rows: int, columns: int, may_begin: bool) -> np.ndarray | None:
-        """bool [rows, columns], which columns are stored, None if all; or will be, if the step
-        `may_begin` without its mask."""
+    def _noted_mask(self) -> LazyMask | None:
+        """The mask of the step that begins, None where our mask function made none."""
         reference = self._masks.get(threading.get_ident())
         mask = None if reference is None else reference()
         if mask is not None and mask.kv_offset + mask.kv_length - mask.shape[2] != self.columns:
@@ -588,25 +544,64 @@ class Batch:
                 "The cache is not as long as when the mask of this forward was made; if several "
                 "threads use it, give each a fork() of its own."
             )
+        return mask
+
+    def _read(
+        self, mask: LazyMask | None, before: Tokens, rows: int, columns: int
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """What the mask of a step says.
+
+        Returns:
+            bool [rows, columns], which new columns are stored, None if all are; and bool [rows,
+            past columns], which stored tokens it hides, None if none.
+
+        Raises:
+            ValueError: it shows a column that is not stored.
+        """
         self.may_hold_padding |= mask is None
         padding = None if mask is None else mask.padding
-        if padding is not None and may_begin and not padding.has_arrived():
-            self._unread = [padding]
-            return self._stored(None, rows, columns)
-        facts = None if padding is None else padding.read()
-        hides_tokens = facts is not None and facts.hides_tokens
-        if hides_tokens or (mask is not None and mask.among_tokens is None):
-            self._note_mixed()
-        new = self._stored(None if facts is None else facts.new_tokens, rows, columns)
-        self._only_grows = not hides_tokens and self._all_grow(new)
-        return new
+        new = hidden = None
+        if padding is not None and before.columns and len(padding) != rows:
+            raise self._wrong_rows(len(padding))
+        if padding is not None and len(padding) == rows:
+            past, new = self._download(padding, columns)
+            hidden = None if past is None else self._hidden(before, past)
+        if hidden is not None or (mask is not None and mask.among_tokens is None):
+            self._note_mixed(before.columns)
+        return self._stored(new, rows, columns), hidden
 
-    def _all_grow(self, new: np.ndarray | None) -> bool:
-        """Whether the last new column is a token in every row that has not been freed."""
-        if new is None:
-            return True
-        grow = new[:, -1] if self._freed_rows is None else new[:, -1] | self._freed_rows
-        return bool(grow.all())
+    def _download(
+        self, padding: torch.Tensor, columns: int
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """A 2-D mask on the host: its past, None if it shows what is stored, and its new columns.
+
+        The past is compared where it is, so that a decode step brings a few bytes to the host.
+        """
+        past, new = padding.split([padding.shape[1] - columns, columns], dim=1)
+        tokens, shown = self._shown or (None, past)
+        if tokens is self.tables.tokens and (shown.shape, shown.device) == (
+            past.shape,
+            past.device,
+        ):
+            flat = torch.cat([(past != shown).any()[None], new.reshape(-1)]).cpu().numpy()
+            if not flat[0]:
+                return None, flat[1:].reshape(new.shape)
+        whole = padding.cpu().numpy()
+        return whole[:, : past.shape[1]], whole[:, past.shape[1] :]
+
+    def _hidden(self, before: Tokens, past: np.ndarray) -> np.ndarray | None:
+        """bool [rows, columns], the stored tokens that a mask's `past` hides; None if none."""
+        stored = before.mask()
+        if self._freed_rows is not None:
+            past = past & ~self._freed_rows[:, None]
+        if (past & ~stored).any():
+            raise ValueError(
+                "The attention_mask shows columns that were padding when they were computed, or "
+                "that an earlier mask hid at a row's end, which a PagedCache does not keep; pass "
+                "the same mask for them again, or fork() the cache before it hides them."
+            )
+        hidden = stored & ~past
+        return hidden if hidden.any() else None
 
     def _stored(self, new: np.ndarray | None, rows: int, columns: int) -> np.ndarray | None:
         """bool [rows, columns], which of the `new` tokens are stored; None if all columns are."""
@@ -642,6 +637,18 @@ class Batch:
                 f"A forward or a move was cut short, and layers {self.pool.stateful_layers} keep "
                 "states that cannot be rolled back as K/V can; reset() the cache."
             )
+
+
+def _ended(before: Tokens, hidden: np.ndarray, new: np.ndarray | None) -> np.ndarray | None:
+    """Of the `hidden` stored tokens those at the ends of rows that now go on; None if none.
+
+    They are what generate fed to rows that had ended: no text goes on behind tokens that it hides.
+    """
+    shown = before.mask() & ~hidden
+    is_behind = ~np.flip(np.logical_or.accumulate(np.flip(shown, 1), 1), 1)
+    goes_on = True if new is None else new.any(1, keepdims=True)
+    ended = hidden & is_behind & goes_on
+    return ended if ended.any() else None
 
 
 def _check_states(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -74,13 +74,13 @@ def insert_prefix(
     tokens = tables.tokens
     columns = tokens.columns if known_columns is None else known_columns
     rows = _rows_of_sequences(len(tokens), ids, columns, known_columns is not None)
-    if tokens.is_token is not None:
+    mask = tokens.mask()[rows, :columns]
+    if (mask[:, :-1] & ~mask[:, 1:]).any():
         raise ValueError(
             "The cache has padding behind a token, so its positions are not those of the tokens "
             "alone; pad on the left."
         )
     _check_length(pool, tokens.columns)
-    mask = tokens.mask()[rows, :columns]
     _check_positions(pool, mask)
     if cache.may_hold_padding and (
         attention_mask is None or not bool(torch.as_tensor(attention_mask).all())

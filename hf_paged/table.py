@@ -88,6 +88,10 @@ class Tokens:
             return Tokens.of(self.is_token & kept[:, None])
         return replace(self, lengths=self.lengths * kept)
 
+    def hide(self, columns: np.ndarray) -> Tokens:
+        """The tokens in `columns` (bool [rows, columns]) become padding."""
+        return Tokens.of(self.mask() & ~columns)
+
     def select(self, rows: np.ndarray) -> Tokens:
         if self.is_token is not None:
             return Tokens.of(self.is_token[rows])
@@ -238,24 +242,13 @@ class BlockTables:
                     f"window of {group.window} would need again are gone; call "
                     "activate_past_recording() before the forward whose tokens will be cropped."
                 )
+        self.end_rows(tokens)
+
+    def end_rows(self, tokens: Tokens) -> None:
+        """Make `tokens` the present ones, where some rows end before they did."""
         with self.pool.lock, self.pool.change:
             self.tokens = tokens
             self.drop_behind_ends()
-
-    def take_back(self, tokens: Tokens) -> BlockTables:
-        """Make `tokens` the present ones, where some rows have fewer than before.
-
-        The arrays in `tables` become new ones, as the step under way may still read the old.
-
-        Returns:
-            Tables that go on holding what these rows held.
-        """
-        with self.pool.lock, self.pool.change:
-            longer = self.select(np.flatnonzero(tokens.lengths < self.tokens.lengths))
-            self.tables[:] = [table.copy() for table in self.tables]
-            self.tokens = tokens
-            self.drop_behind_ends()
-        return longer
 
     def drop_behind_ends(self) -> None:
         """Give back the blocks behind each row's last token."""

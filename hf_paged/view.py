@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from .padding import Padding
 from .pool import LayerStorage, bits
 from .step import GroupStep, Pattern
 
@@ -160,12 +159,14 @@ class LazyMask(_Densifying):
 
     Attributes:
         among_tokens: what the mask allows apart from padding, None if it is more than a pattern.
-        padding: what the 2-D mask says, None if there is none.
+        padding: the 2-D mask (bool [rows, all columns]), None if there is none.
         kv_length, kv_offset: the columns that it is for.
+        is_read: whether anybody has looked at it since it was made.
     """
 
     among_tokens: Pattern | None = None
-    padding: Padding | None = None
+    padding: torch.Tensor | None = None
+    is_read = False
     kv_length: int
     kv_offset: int
     _build: Callable[[], Any]
@@ -184,14 +185,8 @@ class LazyMask(_Densifying):
         mask._build = build
         return mask
 
-    @property
-    def pattern(self) -> Pattern | None:
-        """What the mask allows among the tokens, None if it is more than a pattern."""
-        if self.among_tokens is None or self.padding is None or not self.padding.hides_tokens:
-            return self.among_tokens
-        return None
-
     def densify(self) -> torch.Tensor:
+        self.is_read = True
         return self._build()
 
     @classmethod
