@@ -158,7 +158,7 @@ class PagedCache(DynamicCache):
             yield (
                 getattr(layer, "keys", None),
                 getattr(layer, "values", None),
-                None if window is None else torch.tensor(window),
+                None if window is None else torch.tensor(window, dtype=torch.long, device="cpu"),
             )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -307,7 +307,7 @@ class PagedCache(DynamicCache):
             kwargs.setdefault("position_ids", (attention_mask.cumsum(-1) - 1).clamp(min=0))
         of_tokens = [name for name in kwargs if name.endswith("_ids")]
         for name in of_tokens:
-            kwargs[name] = torch.as_tensor(kwargs[name], device=input_ids.device)
+            kwargs[name] = torch.as_tensor(kwargs[name], dtype=torch.long, device=input_ids.device)
         while start < last:
             stop = last if chunk_size is None else min(start + chunk_size, last)
             inputs = {**kwargs, **cache_argument(body, self)}

@@ -153,7 +153,8 @@ class LayerStorage:
     def poison(self, blocks: np.ndarray) -> None:
         """Fill `blocks` with NaN, so that it shows if anybody reads what nobody has written."""
         for stored in (self.keys, self.values):
-            nan = torch.full((), torch.nan, device=stored.device).to(stored.dtype)
+            nan = torch.full((), torch.nan, dtype=torch.float32, device=stored.device)
+            nan = nan.to(stored.dtype)
             index = torch.from_numpy(blocks.copy()).to(stored.device)
             bits(stored)[index] = bits(nan)
 

@@ -138,7 +138,7 @@ def _visible(call: AttentionCall, row: int, start: int, stop: int) -> tuple[torc
     if first < past:
         cached = _cached(call, row, first, past)
         keys, values = (torch.cat(pair, 1) for pair in zip(cached, (keys, values), strict=True))
-    column = torch.arange(first, first + keys.shape[1])
+    column = torch.arange(first, first + keys.shape[1], dtype=torch.long, device="cpu")
     return keys, values, (column >= begin[:, None]) & (column <= position[:, None])
 
 
