@@ -226,7 +226,7 @@ def _ask_pattern(
     if "chunked_attention" not in kinds or "sliding_attention" in kinds:
         # In a chunked mask one token in each `local_size` does not see the one in front of it.
         row = torch.zeros(1, dtype=torch.long, device=device)
-        query = torch.arange(1, local_size + 1, device=device)
+        query = torch.arange(1, local_size + 1, dtype=torch.long, device=device)
         if bool(mask_function(row, row, query, query - 1).all()):
             return Pattern("sliding", local_size)
     return Pattern("chunked", local_size)

@@ -84,6 +84,7 @@ class Batch:
         self._outside: tuple[Snapshot, Tokens] | None = None
         self._freed_rows: np.ndarray | None = None  # bool [rows], if there are any
         self.calls = Calls()
+        self.num_steps = 0  # that have begun
         self.is_freed = False
         self._is_torn = False  # whether other states than K/V are not those of the K/V
         self._behind: set[int] = set()  # layers that the step under way has not updated yet
@@ -106,6 +107,11 @@ class Batch:
     @property
     def rows(self) -> int:
         return len(self.tokens)
+
+    @property
+    def freed_rows(self) -> np.ndarray:
+        """bool [rows], whose blocks `free_rows` has given back."""
+        return np.zeros(self.rows, bool) if self._freed_rows is None else self._freed_rows
 
     @property
     def tokens(self) -> Tokens:
@@ -167,6 +173,8 @@ class Batch:
         try:
             if begins:
                 step = self._begin_step(layer, keys, values)
+                # Until now, when it holds blocks, others could have made the storage anew.
+                storage = self.pool.layer_storage(layer, keys, values, self._stored_dims)
             else:
                 step = self._continue_step(layer, keys)
             new_keys, new_values = step.unpad(keys.detach()), step.unpad(values.detach())
@@ -311,7 +319,7 @@ class Batch:
     def free_rows(self, rows: np.ndarray) -> None:
         """Give the blocks of `rows` back; whatever they are given from here on is not stored."""
         self.known_tables()
-        freed = np.zeros(self.rows, bool) if self._freed_rows is None else self._freed_rows.copy()
+        freed = self.freed_rows.copy()
         freed[rows] = True
         tokens = self.tables.tokens.without(rows)
         with self.pool.lock, self.pool.change:
@@ -381,6 +389,7 @@ class Batch:
             sharing = find_sharing(step, *states, self.pool.block_size)
         behind = set(self.pool.group_of_layer) - self._idle
         thread = threading.current_thread()
+        self.num_steps += 1
         # From here on the step is under way, and rolled back if it fails.
         self.step, self._sharing, self._thread = step, sharing, thread
         self._shown = None
@@ -613,10 +622,12 @@ class Batch:
         return new
 
     def _wrong_rows(self, rows: int) -> ValueError:
-        return ValueError(
-            f"The cache holds {self.rows} rows, the input has {rows}; a cache of one row serves "
-            "any number, any other must get the rows that it holds."
-        )
+        repeats, rest = divmod(rows, self.rows)
+        if rest or not repeats:
+            what = "a cache of one row serves any number, any other must get the rows that it holds"
+        else:
+            what = f"call batch_repeat_interleave({repeats}) first, for beams or return sequences"
+        return ValueError(f"The cache holds {self.rows} rows, the input has {rows}; {what}.")
 
     def _check_thread(self) -> None:
         thread = self._thread

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from .arguments import check_count, padding_mask, row_numbers, token_ids
 from .backends import backend_for, check_backend
 from .batch import Batch
 from .layers import PagedLayer, check_crop, copy_states, make_layers
@@ -110,6 +112,16 @@ class PagedCache(DynamicCache):
         """Whether padding may be stored, as a model without our mask function has it stored."""
         return self._batch.may_hold_padding
 
+    @property
+    def freed_rows(self) -> np.ndarray:
+        """bool [rows], whose blocks `free_rows` has given back."""
+        return self._batch.freed_rows
+
+    @property
+    def num_steps(self) -> int:
+        """Forwards that have begun on this cache."""
+        return self._batch.num_steps
+
     def _set_batch(self, batch: Batch) -> None:
         self._batch = batch
         Cache.__init__(self, layers=make_layers(batch))
@@ -146,7 +158,7 @@ class PagedCache(DynamicCache):
             yield (
                 getattr(layer, "keys", None),
                 getattr(layer, "values", None),
-                None if window is None else torch.tensor(window),
+                None if window is None else torch.tensor(window, dtype=torch.long, device="cpu"),
             )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -156,30 +168,49 @@ class PagedCache(DynamicCache):
             tokens_to_remove: minus the number of tokens, as transformers passes it.
 
         Raises:
-            ValueError: it is positive, or there are not that many tokens.
+            ValueError: it is positive or no whole number, or there are not that many tokens.
             RuntimeError: a window has moved past the tokens that would be needed again, or a layer
                 keeps states that cannot be rolled back (recurrent ones never can).
         """
-        tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
-        if tokens_to_remove > 0:
+        try:
+            count = -operator.index(tokens_to_remove)  # some versions of generate pass a tensor
+        except TypeError:
+            count = -1
+        if count < 0:
             raise ValueError(
-                f"crop takes minus the number of tokens to remove, not {tokens_to_remove}."
+                f"crop takes minus the number of tokens to remove, not {tokens_to_remove!r}."
             )
         for layer in self._stateful_layers():
-            check_crop(layer, -tokens_to_remove)
-        self._batch.crop(-tokens_to_remove)
+            check_crop(layer, count)
+        self._batch.crop(count)
         for layer in self._stateful_layers():
-            layer.crop(tokens_to_remove)
+            layer.crop(-count)
         self._batch.rejoin()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make row i what row `beam_idx[i]` is now; moves table entries, never K/V."""
+        """Make row i what row `beam_idx[i]` is now; moves table entries, never K/V.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        rows = self._row_numbers(beam_idx)
         self._batch.note_move()
-        self.batch_select_indices(beam_idx)
+        self._select(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`, in that order; an index may repeat."""
-        rows = _row_numbers(indices)
+        """Keep the rows `indices`, in that order; an index may repeat.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        self._select(self._row_numbers(indices))
+
+    def _row_numbers(self, indices: Any) -> np.ndarray:
+        """Those that `indices` are; an empty cache has none, whatever is chosen of it."""
+        rows = self._batch.rows
+        return row_numbers(indices, rows) if rows else np.arange(0)
+
+    def _select(self, rows: np.ndarray) -> None:
         self._batch.select(rows)
         for layer in self._stateful_layers():
             _select_states(layer, rows)
@@ -187,7 +218,8 @@ class PagedCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make each row `repeats` rows, one after the other, that share every block."""
-        self.batch_select_indices(torch.arange(self._batch.rows).repeat_interleave(repeats))
+        check_count("repeats", repeats)
+        self._select(np.arange(self._batch.rows).repeat(repeats))
 
     def reset(self) -> None:
         """Give all blocks back; the cache is as new."""
@@ -198,8 +230,7 @@ class PagedCache(DynamicCache):
 
     def fork(self, n: int = 1) -> PagedCache:
         """A new cache that shares every block; its rows are these rows, each n times in a row."""
-        if not isinstance(n, int) or n < 1:
-            raise ValueError(f"n must be a whole number of at least 1, not {n!r}.")
+        check_count("n", n)
         rows = np.arange(self._batch.rows).repeat(n)
         forked = copy.copy(self)
         forked._set_batch(self._batch.forked(rows))
@@ -231,7 +262,8 @@ class PagedCache(DynamicCache):
 
         Args:
             model: the model, which is run without its head.
-            input_ids: int64 [rows, tokens], whole prompts; what the cache holds is passed over.
+            input_ids: whole numbers [rows, tokens], whole prompts, in a tensor, an array or lists;
+                what the cache holds is passed over.
             attention_mask: [rows, tokens], 0 where a column is padding.
             chunk_size: tokens in one forward; None takes all at once.
             kwargs: what else the model's forward takes; `..._ids` of each token go in chunks too.
@@ -240,14 +272,20 @@ class PagedCache(DynamicCache):
             This cache.
 
         Raises:
-            ValueError: the prompts are shorter than what the cache holds, or the model counts the
-                positions of images in whole prompts and is to get chunks.
+            ValueError: an argument is of another kind, the prompts are shorter than what the cache
+                holds, or the model counts the positions of images in whole prompts and is to get
+                chunks.
         """
-        if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-            raise ValueError(
-                f"chunk_size must be a whole number of at least 1, not {chunk_size!r}."
-            )
-        body = unwrapped(model).base_model
+        if chunk_size is not None:
+            check_count("chunk_size", chunk_size)
+        body = getattr(unwrapped(model), "base_model", None)
+        if body is None:
+            raise ValueError(f"model must be a transformers model, not {type(model).__name__}.")
+        ids = token_ids("input_ids", input_ids)
+        input_ids = ids if isinstance(input_ids, torch.Tensor) else ids.to(body.device)
+        if attention_mask is not None:
+            mask = padding_mask(attention_mask, tuple(ids.shape))
+            attention_mask = mask.to(input_ids.device, torch.long)
         start, last = self.get_seq_length(), input_ids.shape[1] - 1
         if start > input_ids.shape[1]:
             raise ValueError(
@@ -268,6 +306,8 @@ class PagedCache(DynamicCache):
         ):
             kwargs.setdefault("position_ids", (attention_mask.cumsum(-1) - 1).clamp(min=0))
         of_tokens = [name for name in kwargs if name.endswith("_ids")]
+        for name in of_tokens:
+            kwargs[name] = torch.as_tensor(kwargs[name], dtype=torch.long, device=input_ids.device)
         while start < last:
             stop = last if chunk_size is None else min(start + chunk_size, last)
             inputs = {**kwargs, **cache_argument(body, self)}
@@ -285,7 +325,12 @@ class PagedCache(DynamicCache):
         """Move K/V to `device` and give all blocks back, until `restore`.
 
         Blocks that other caches share stay where they are, and are copied.
+
+        Raises:
+            ValueError: the device holds no data.
         """
+        if torch.device(device).type == "meta":
+            raise ValueError("K/V cannot be moved to the meta device, which holds no data.")
         self._batch.move_out(device)
 
     def restore(self) -> None:
@@ -312,7 +357,7 @@ class PagedCache(DynamicCache):
         tokens = tables.tokens
         snapshot = Snapshot.take(self.pool, tokens.lengths, tables.tables)
         snapshot.facts |= {"known": known, "may_hold_padding": self.may_hold_padding}
-        snapshot.arrays["is_token"] = tokens.mask()
+        snapshot.arrays |= {"is_token": tokens.mask(), "freed_rows": self.freed_rows}
         snapshot.save(path, self.pool, "cache", self.identity or self.pool.identity())
 
     @classmethod
@@ -328,15 +373,19 @@ class PagedCache(DynamicCache):
         Raises:
             ValueError: the file is damaged, or of another model.
         """
+        BlockPool(config)  # what is wrong with the config is not the file's fault
         snapshot, pool = Snapshot.load(path, "cache", partial(BlockPool, config))
         mask, known = snapshot.arrays.get("is_token"), snapshot.facts.get("known", -1)
         lengths = snapshot.lengths
+        freed = snapshot.arrays.get("freed_rows", lengths < 0)  # older files have none
         if (
             mask is None
             or (mask.dtype, mask.ndim, len(mask)) != (bool, 2, len(lengths))
             or (mask.sum(1) != lengths).any()
             or (mask.shape[1] and not len(mask))
             or not (known is None or (isinstance(known, int) and 0 <= known <= mask.shape[1]))
+            or (freed.dtype, freed.shape) != (bool, lengths.shape)
+            or lengths[freed].any()
         ):
             raise ValueError(f"{path} cannot be loaded: its rows are not those of a cache.")
         tokens = Tokens.of(mask)
@@ -345,14 +394,22 @@ class PagedCache(DynamicCache):
             raise ValueError(f"{path} cannot be loaded: a row lacks blocks that it needs.")
         cache = cls.holding(tables, snapshot.facts["identity"], known)
         cache._batch.may_hold_padding = bool(snapshot.facts.get("may_hold_padding", True))
+        if freed.any():
+            cache.free_rows(freed)
         return cache
 
-    def free_rows(self, rows: torch.Tensor) -> None:
+    def free_rows(self, rows: torch.Tensor | np.ndarray) -> None:
         """Give the blocks of rows that have ended back; what they are given later is not stored.
 
         The rows stay in the batch, and attention gives zeros for them.
+
+        Args:
+            rows: their numbers, or a bool for each row.
+
+        Raises:
+            IndexError: there is no such row.
         """
-        self._batch.free_rows(_row_numbers(rows))
+        self._batch.free_rows(row_numbers(rows, self._batch.rows))
 
     def free(self) -> None:
         """Give all blocks back now; the cache cannot be used any more."""
@@ -437,12 +494,6 @@ def cache_argument(model: torch.nn.Module, cache: PagedCache) -> dict[str, Paged
     return {"cache" if "cache" in argument_names(model) else "past_key_values": cache}
 
 
-def _row_numbers(indices: torch.Tensor) -> np.ndarray:
-    """int64, the rows that `indices` are, or where it is True."""
-    rows = np.asarray(torch.as_tensor(indices).cpu())
-    return np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64).reshape(-1)
-
-
 def encoder_decoder_cache(config: PreTrainedConfig, **kwargs: Any) -> EncoderDecoderCache:
     """The cache of an encoder-decoder model: self-attention in blocks, cross-attention as it is.
 
@@ -454,7 +505,8 @@ def encoder_decoder_cache(config: PreTrainedConfig, **kwargs: Any) -> EncoderDec
         config: the model's config.
         kwargs: what else `PagedCache` takes.
     """
-    return EncoderDecoderCache(PagedCache(config=config, **kwargs), DynamicCache(config=config))
+    own = PagedCache(config=config, **kwargs)
+    return EncoderDecoderCache(own, DynamicCache(config=getattr(config, "config", config)))
 
 
 def _select_states(layer: Any, rows: np.ndarray) -> None:

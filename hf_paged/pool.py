@@ -19,7 +19,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from .arguments import check_count, token_ids
 from .fingerprint import ExtraKey, config_fingerprint, encode_extra_key, model_fingerprint
 from .geometry import (
     bytes_per_token,
@@ -106,6 +107,27 @@ class LayerStorage:
         self.padded_keys, self.keys, self.key_slots = padded_keys, keys, key_slots
         self.padded_values, self.values, self.value_slots = padded_values, values, value_slots
 
+    def refusal(self, keys: torch.Tensor, values: torch.Tensor) -> str | None:
+        """Why K/V ([batch, kv_heads, tokens, head_dim]) cannot be stored here, None if they can."""
+        for name, stored, new in (("K", self.keys, keys), ("V", self.values, values)):
+            _, _, heads, dim = stored.shape
+            if new.shape[1] != heads or new.shape[3] != dim:
+                return (
+                    f"stores {name} of (kv_heads, head_dim) {(heads, dim)}, got "
+                    f"{(new.shape[1], new.shape[3])}; use a pool made for this model's config."
+                )
+            if new.dtype != self.given_dtype:
+                return (
+                    f"has had {name} of {self.given_dtype}, got {new.dtype}; use one dtype for all "
+                    "calls on a pool."
+                )
+            if new.device != stored.device:
+                return (
+                    f"stores {name} on {stored.device}, got a tensor on {new.device}; use one pool "
+                    "for each placement of the model."
+                )
+        return None
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the memory."""
@@ -131,7 +153,8 @@ class LayerStorage:
     def poison(self, blocks: np.ndarray) -> None:
         """Fill `blocks` with NaN, so that it shows if anybody reads what nobody has written."""
         for stored in (self.keys, self.values):
-            nan = torch.full((), torch.nan, device=stored.device).to(stored.dtype)
+            nan = torch.full((), torch.nan, dtype=torch.float32, device=stored.device)
+            nan = nan.to(stored.dtype)
             index = torch.from_numpy(blocks.copy()).to(stored.device)
             bits(stored)[index] = bits(nan)
 
@@ -330,9 +353,9 @@ class BlockPool:
         device: torch.device | str | None = None,
         kv_dtype: torch.dtype | None = None,
     ):
-        _check_count("block_size", block_size)
+        check_count("block_size", block_size)
         if num_blocks is not None:
-            _check_count("num_blocks", num_blocks)
+            check_count("num_blocks", num_blocks)
             if max_memory is not None:
                 raise ValueError("num_blocks and max_memory both bound the pool; pass one of them.")
         for name, kind in (("dtype", dtype), ("kv_dtype", kv_dtype)):
@@ -342,7 +365,7 @@ class BlockPool:
                     f"{kind!r}."
                 )
         model = config if isinstance(config, torch.nn.Module) else None
-        config = getattr(config, "config", config)
+        config = config if model is None else getattr(model, "config", model)
         if not isinstance(config, PreTrainedConfig):
             raise ValueError(
                 "config must be a model's PreTrainedConfig or the model, not "
@@ -456,22 +479,25 @@ class BlockPool:
         assistant or prompt lookup takes no cache that already holds tokens.
 
         Args:
-            input_ids: whole numbers [rows, tokens], the prompts, padded on the left.
+            input_ids: whole numbers [rows, tokens], the prompts, padded on the left; a tensor, an
+                array or lists.
             attention_mask: [rows, tokens], 0 where a column is padding.
             extra_key: what else the K/V depend on or must not be shared across (a tenant, the hash
                 of an image): text, an int, bytes, or a tuple of these.
             num_return_sequences: how many rows of the cache each prompt gets.
 
         Raises:
-            ValueError: padding on the right, images or sounds without an extra_key, or a model
-                whose prefixes cannot be reused exactly (recurrent layers, rotary embeddings that
-                depend on the whole length or on the last prompt).
+            ValueError: arguments of another kind, padding on the right, images or sounds without an
+                extra_key, or a model whose prefixes cannot be reused exactly (recurrent layers,
+                rotary embeddings that depend on the whole length or on the last prompt).
         """
         from .reuse import match_prefix
 
-        _check_count("num_return_sequences", num_return_sequences)
-        key = self._key(input_ids, extra_key)
-        return match_prefix(self, key, input_ids, attention_mask, num_return_sequences)
+        check_count("num_return_sequences", num_return_sequences)
+        ids = token_ids("input_ids", input_ids)
+        return match_prefix(
+            self, self._key(ids, extra_key), ids, attention_mask, num_return_sequences
+        )
 
     def insert_prefix(
         self,
@@ -493,7 +519,7 @@ class BlockPool:
 
         Args:
             cache: a cache of this pool.
-            sequences: whole numbers [rows, tokens], as generate returned them.
+            sequences: whole numbers [rows, tokens], as generate returned them, or that itself.
             attention_mask: that of the prompts, which the cache knows too: it is only checked.
             extra_key: as for `match_prefix`.
 
@@ -507,8 +533,9 @@ class BlockPool:
         """
         from .reuse import insert_prefix
 
-        key = self._key(sequences, extra_key)
-        return insert_prefix(self, key, cache, sequences, attention_mask)
+        # What generate returns with return_dict_in_generate has them inside.
+        ids = token_ids("sequences", getattr(sequences, "sequences", sequences))
+        return insert_prefix(self, self._key(ids, extra_key), cache, ids, attention_mask)
 
     def batches(
         self,
@@ -546,10 +573,16 @@ class BlockPool:
         """
         from .admission import batches
 
-        _check_count("max_new_tokens", max_new_tokens)
-        _check_count("num_return_sequences", num_return_sequences)
+        if isinstance(prompts, Mapping):
+            raise ValueError(
+                f"prompts must be a list of token ids, not a {type(prompts).__name__}; pass its "
+                "input_ids, without padding."
+            )
+        token_ids("pad_token_id", [pad_token_id], ndim=1)
+        check_count("max_new_tokens", max_new_tokens)
+        check_count("num_return_sequences", num_return_sequences)
         if max_prompts is not None:
-            _check_count("max_prompts", max_prompts)
+            check_count("max_prompts", max_prompts)
         return batches(
             self, prompts, max_new_tokens, num_return_sequences, max_prompts, pad_token_id
         )
@@ -560,7 +593,7 @@ class BlockPool:
         Returns:
             How many blocks were freed, which may be a few more than n.
         """
-        _check_count("n", n)
+        check_count("n", n)
         with self.lock, self.change:
             self.collect()
             most = min(n, sum(self.index.evictable()))
@@ -675,7 +708,7 @@ class BlockPool:
             ValueError: K/V depend on images or sounds that nothing names.
         """
         if extra_key is None and self.media_tokens:
-            media = torch.tensor(self.media_tokens, device=ids.device)
+            media = torch.tensor(self.media_tokens, dtype=torch.long, device=ids.device)
             if torch.isin(ids, media).any():
                 raise ValueError(
                     "The prompts hold images or sounds, on which K/V depend; name these by "
@@ -702,29 +735,30 @@ class BlockPool:
                 than head_dim.
 
         Raises:
-            ValueError: K/V of another shape, dtype or device than the layer's or the pool's.
+            ValueError: K/V of another shape, dtype or device than those that the layer stores, or
+                than what the pool was made for.
         """
-        storage = self.groups[self.group_of_layer[layer]].storage.get(layer)
-        if storage is None:
-            storage = self._make_storage(layer, keys, values, stored_dims(keys, values))
-        for name, stored, new in (("K", storage.keys, keys), ("V", storage.values, values)):
-            _, _, heads, dim = stored.shape
-            if new.shape[1] != heads or new.shape[3] != dim:
-                raise ValueError(
-                    f"Layer {layer} stores {name} of (kv_heads, head_dim) {(heads, dim)}, got "
-                    f"{(new.shape[1], new.shape[3])}; use a pool made for this model's config."
-                )
-            if new.dtype != storage.given_dtype:
-                raise ValueError(
-                    f"Layer {layer} has had {name} of {storage.given_dtype}, got {new.dtype}; use "
-                    "one dtype for all calls on a pool."
-                )
-            if new.device != stored.device:
-                raise ValueError(
-                    f"Layer {layer} stores {name} on {stored.device}, got a tensor on {new.device};"
-                    " use one pool for each placement of the model."
-                )
+        storages = self.groups[self.group_of_layer[layer]].storage
+        storage = storages.get(layer)
+        if storage is not None and storage.refusal(keys, values) is None:
+            return storage
+        if storage is not None:
+            self._drop_unused_storage()
+        storage = storages.get(layer) or self._make_storage(
+            layer, keys, values, stored_dims(keys, values)
+        )
+        refusal = storage.refusal(keys, values)
+        if refusal is not None:
+            raise ValueError(f"Layer {layer} {refusal}")
         return storage
+
+    def _drop_unused_storage(self) -> None:
+        """Where no block is held, let the next K/V say anew of what kind all are."""
+        with self.lock:
+            self.collect()
+            if not any(group.num_used for group in self.groups):
+                for group in self.groups:
+                    group.storage.clear()
 
     @torch.inference_mode(False)
     def _make_storage(
@@ -817,8 +851,3 @@ def _converted(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         largest = torch.finfo(dtype).max
         states = states.clamp(-largest, largest)
     return states.to(dtype)
-
-
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}.")

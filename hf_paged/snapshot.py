@@ -135,7 +135,7 @@ class Snapshot:
         Raises:
             OSError: it cannot be written; what was at `path` is as it was.
         """
-        path = Path(path)
+        path = Path(os.fsdecode(path))
         facts = {
             "kind": kind,
             "identity": identity,
@@ -176,6 +176,9 @@ class Snapshot:
         Raises:
             ValueError: it is not; the pool is as before.
         """
+        path = os.fsdecode(path)
+        if os.path.isdir(path):
+            raise IsADirectoryError(f"{path} is a folder, not a file of hf_paged.")
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
