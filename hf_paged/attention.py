@@ -21,7 +21,7 @@ from .backends.dense import causal_mask, reference_attention
 from .batch import KVLength
 from .padding import Padding
 from .step import Pattern
-from .view import LayerPages, LazyMask, PagedView, without_gradient
+from .view import Densifying, LayerPages, LazyMask, PagedView, without_gradient
 
 NAME = "hf_paged"
 # Models that attend without a mask where a step has one token.
@@ -306,6 +306,6 @@ def _chosen(indices: torch.Tensor, columns: int, mask: torch.Tensor | None) -> t
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, PagedView | LazyMask):
+    if isinstance(tensor, Densifying):
         return without_gradient(tensor, tensor.densify)
     return tensor
