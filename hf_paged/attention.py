@@ -20,7 +20,7 @@ from .backends import AttentionCall, Backend, backend_for
 from .backends.dense import causal_mask, reference_attention
 from .batch import KVLength
 from .step import Pattern
-from .view import LayerPages, LazyMask, PagedView, without_gradient
+from .view import Densifying, LayerPages, LazyMask, PagedView, without_gradient
 
 NAME = "hf_paged"
 # Models that attend without a mask where a step has one token.
@@ -335,6 +335,6 @@ def _chosen(indices: torch.Tensor, columns: int, mask: torch.Tensor | None) -> t
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, PagedView | LazyMask):
+    if isinstance(tensor, Densifying):
         return without_gradient(tensor, tensor.densify)
     return tensor

@@ -11,6 +11,7 @@ by assignments alone, and a roll-back may be cut short and begun again.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,12 +23,14 @@ import numpy as np
 import torch
 
 from .backends import backend_for
-from .pool import BlockPool, is_debugging
+from .caller import calling_module, is_inside_model
+from .pool import BlockPool, LayerStorage, is_debugging
 from .sharing import Sharing, find_sharing
 from .snapshot import Snapshot
 from .step import GroupStep, Step
-from .table import BlockTables, Tokens
-from .view import Calls, LayerPages, LazyMask, gather
+from .table import BlockTables, Tokens, slots_in
+from .transfer import upload
+from .view import Calls, LayerPages, LazyMask
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -45,6 +48,9 @@ class KVLength(int):
         self.batch = batch
         return self
 
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
 
 def _exclusive(method: Method) -> Method:
     """`method` for one thread at a time, and not in the middle of another thread's step."""
@@ -56,6 +62,13 @@ def _exclusive(method: Method) -> Method:
             return method(self, *args, **kwargs)
 
     return exclusive  # type: ignore[return-value]
+
+
+# What a batch knows besides its tokens and blocks, and a copy of it has to know.
+_KNOWN = (
+    *("_records_past", "_cut_at", "_known", "_freed_rows"),
+    *("may_hold_padding", "identity", "_idle", "_has_completed"),
+)
 
 
 class Batch:
@@ -73,7 +86,7 @@ class Batch:
         self.step: Step | None = None
         self._group_steps: list[GroupStep] = []
         self._sharing: Sharing | None = None
-        self.record_past = False
+        self._records_past, self._cut_at = False, 0
         # The columns whose K/V are those of the caller's sequences, each behind its own past alone:
         # not after beam search has moved rows, nor under a mask that is more than a pattern.
         self._known: int | None = None
@@ -103,6 +116,19 @@ class Batch:
         self._whole: BlockTables | None = None
         self._lock = threading.RLock()
         self._thread = threading.current_thread()  # whose step is under way
+        self._is_by_hand = False  # whether no model has begun the step under way
+        self._was_left = False  # whether others have asked since that its model has gone on with it
+
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens that leave a window are kept until the next `crop`."""
+        return self._records_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        if value and not self._records_past:
+            self._cut_at = self._complete.columns  # until here windows have dropped what they could
+        self._records_past = value
 
     @property
     def rows(self) -> int:
@@ -137,12 +163,36 @@ class Batch:
         self._check_usable()
         return self._complete_tables.tables[group]
 
-    def mask_sizes(self, queries: int, window: int | None) -> tuple[KVLength, int]:
+    def tokens_of(self, layer: int) -> Tokens:
+        """The tokens that a layer has: in the middle of a step the new ones too, if it has them.
+
+        Before the next step the tokens of one whose forward has failed are not counted.
+        """
+        complete = self.tokens
+        if not self._behind or layer in self._behind | self._idle or not self._is_under_way():
+            return complete
+        return self.tables.tokens
+
+    def _is_under_way(self) -> bool:
+        """Whether the caller is in the forward whose step some layers are behind in."""
+        if self._has_failed or self._thread is not threading.current_thread():
+            return False
+        if self._is_by_hand:
+            return True
+        # Once a model asks what to go on from, the forward before has failed, whoever asks next.
+        self._was_left = self._was_left or not is_inside_model()
+        return not self._was_left
+
+    def mask_sizes(self, layer: int, queries: int) -> tuple[int, int]:
         """(kv_length, kv_offset) for `queries` new columns, as `DynamicCache` would show them."""
-        past = self.columns
-        visible = past if window is None else min(past, window - 1)
+        window = self.pool.groups[self.pool.group_of_layer[layer]].window
+        tokens = self.tokens_of(layer)
+        visible = tokens.columns if window is None else min(tokens.columns, window - 1)
+        length, offset = visible + queries, tokens.columns - visible
+        if tokens is not self._complete:
+            return length, offset  # a layer asks that has the step's tokens: no mask of this step
         self._masks.pop(threading.get_ident(), None)
-        return KVLength(visible + queries, self), past - visible
+        return KVLength(length, self), offset
 
     def note_mask(self, mask: LazyMask) -> None:
         """Keep the mask of the step that comes; it says which new columns are tokens."""
@@ -167,9 +217,10 @@ class Batch:
         begins = self._has_failed or not is_due
         if begins:
             self._check_retry(layer, keys)
-            self._settle()
+            self._undo_unfinished()
             self._end_step()
         self._has_failed = True  # until it is done: what handles an exception may be cut short too
+        self._was_left = False
         try:
             if begins:
                 step = self._begin_step(layer, keys, values)
@@ -218,19 +269,69 @@ class Batch:
         dims = keys.shape[3], values.shape[3]
         return dims if isinstance(backend, str) else backend.stored_dims(keys.dtype, *dims)
 
-    def can_read(self, layer: int) -> bool:
-        """Whether there is a column, and the shape of the layer's K/V is known."""
-        group = self.pool.groups[self.pool.group_of_layer[layer]]
-        return self.columns > 0 and layer in group.storage
+    def storage(self, layer: int) -> LayerStorage | None:
+        """The blocks of a layer; None while there is none, so that no shape is known."""
+        return self.pool.groups[self.pool.group_of_layer[layer]].storage.get(layer)
 
-    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's K and V that the next query can see, [rows, kv_heads, columns, head_dim]."""
-        index, tokens = self.pool.group_of_layer[layer], self.tokens
-        group = self.pool.groups[index]
-        window = tokens.columns if group.window is None else group.window - 1
-        slots = self._complete_tables.column_slots(index, tokens, min(tokens.columns, window))
-        storage = group.storage[layer]
-        return gather(storage.keys, slots), gather(storage.values, slots)
+    def can_read(self, layer: int) -> bool:
+        """Whether the layer has had K/V since the cache was new."""
+        has_rows = len(self.tokens_of(layer)) > 0 and layer not in self._idle
+        return has_rows and self.storage(layer) is not None
+
+    def shown_slots(self, layer: int) -> np.ndarray:
+        """int64 [rows, columns], the slots of what a `DynamicCache` would hold in this layer: of a
+        window only the columns that it has not dropped; -1 where a column is padding."""
+        index, tokens = self.pool.group_of_layer[layer], self.tokens_of(layer)
+        tables = self.tables if tokens is self.tables.tokens else self._complete_tables
+        window, columns = self.pool.groups[index].window, tokens.columns
+        if window is not None:
+            cut_at = min(self._cut_at, columns) if self.record_past else columns
+            columns -= max(cut_at - window + 1, 0)
+        return tables.column_slots(index, tokens, columns)
+
+    @_exclusive
+    def overwrite(
+        self,
+        layer: int,
+        tokens: Tokens,
+        where: np.ndarray,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Write other K/V ([rows, kv_heads, columns, head_dim]) over those of tokens.
+
+        Args:
+            layer: whose K/V.
+            tokens: those that the cache must still hold.
+            where: bool [rows, columns], of the last columns those that are written. Padding among
+                them is passed over.
+
+        Raises:
+            RuntimeError: the cache holds other tokens by now; nothing is written.
+            PoolExhausted: too few blocks are free to copy shared ones; nothing is written.
+        """
+        tables, _ = self.known_tables()
+        if tables.tokens is not tokens:
+            raise RuntimeError(
+                "The cache has got, dropped or moved tokens since edit() began, so nothing was "
+                "written; run forwards and move rows before or behind an edit."
+            )
+        start = tokens.columns - where.shape[1]
+        rows, columns = np.nonzero(where & tokens.mask()[:, start:])
+        if not len(rows):
+            return
+        position = tokens.count_before(start + np.arange(where.shape[1])[None])[rows, columns]
+        index, size = self.pool.group_of_layer[layer], self.pool.block_size
+        shared = [np.zeros(table.shape, bool) for table in tables.tables]
+        shared[index][rows, position // size] = True
+        tables.unshare(shared)
+        first = start + int(columns.min())
+        self._known = first if self._known is None else min(self._known, first)
+        storage, device = self.pool.groups[index].storage[layer], keys.device
+        slots = slots_in(tables.tables[index], size, rows, position)
+        at, row, column = upload([slots, rows, columns], device)
+        with self.pool.lock:
+            storage.write(at, keys[row, :, column], values[row, :, column])
 
     @_exclusive
     def known_tables(self) -> tuple[BlockTables, int | None]:
@@ -267,10 +368,30 @@ class Batch:
         self._settle()
         batch = Batch(self.pool, self.backend, self.share_prompts)
         batch.tables = self.tables.select(rows)
+        vars(batch).update({name: copy.copy(getattr(self, name)) for name in _KNOWN})
         batch._freed_rows = self._freed_among(rows)
-        batch.record_past, batch._known = self.record_past, self._known
-        batch.may_hold_padding, batch.identity = self.may_hold_padding, self.identity
-        batch._idle, batch._has_completed = set(self._idle), self._has_completed
+        return batch
+
+    def packed(self) -> dict[str, Any]:
+        """All of it as what any process can unpickle: no lock, no pool and no model."""
+        tables, _ = self.known_tables()
+        pool, tokens = self.pool, tables.tokens
+        snapshot = Snapshot.take(pool, tokens.lengths, tables.tables, device=None)
+        return {
+            "pool": {"config": pool.whole_config, "block_size": pool.block_size}
+            | {"kv_dtype": pool.kv_dtype},
+            "batch": {"backend": self.backend, "share_prompts": self.share_prompts},
+            "known": {name: getattr(self, name) for name in _KNOWN},
+            "is_token": tokens.mask(),
+            "snapshot": vars(snapshot),
+        }
+
+    @classmethod
+    def unpacked(cls, parts: dict[str, Any]) -> Batch:
+        """What was `packed`, in a pool of its own."""
+        batch = cls(BlockPool(**parts["pool"]), **parts["batch"])
+        batch.tables = Snapshot(**parts["snapshot"]).place(batch.pool, Tokens.of(parts["is_token"]))
+        vars(batch).update(parts["known"])
         return batch
 
     @_exclusive
@@ -291,6 +412,7 @@ class Batch:
             if self._known is not None:
                 self._known = min(self._known, remaining)
         self.tables.drop_outside_windows()
+        self._cut_at = self.columns
         self._end_step()
 
     @_exclusive
@@ -348,7 +470,7 @@ class Batch:
         self.tables, self.is_freed, self._outside = tables, for_good, None
         old.release()
         self._known = self._freed_rows = self._blamed = None
-        self.may_hold_padding = False
+        self.may_hold_padding, self._cut_at = False, 0
 
     def _begin_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Step:
         rows, columns = keys.shape[0], keys.shape[2]
@@ -388,10 +510,11 @@ class Batch:
             states = step.unpad(keys.detach()), step.unpad(values.detach())
             sharing = find_sharing(step, *states, self.pool.block_size)
         behind = set(self.pool.group_of_layer) - self._idle
-        thread = threading.current_thread()
+        thread, is_by_hand = threading.current_thread(), calling_module() is None
         self.num_steps += 1
         # From here on the step is under way, and rolled back if it fails.
-        self.step, self._sharing, self._thread = step, sharing, thread
+        self.step, self._sharing = step, sharing
+        self._thread, self._is_by_hand = thread, is_by_hand
         self._shown = None
         if mask is not None and mask.padding is not None and len(mask.padding) == rows:
             is_exact = step.hidden is None and self._freed_rows is None
@@ -426,7 +549,9 @@ class Batch:
         """Give rows that turn out to differ from their leader blocks of their own."""
         if len(rows):
             assert self._sharing is not None
-            self.tables.unshare(rows)
+            parting = np.zeros((len(self.tables.tokens), 1), bool)
+            parting[rows] = True
+            self.tables.unshare([parting] * len(self.pool.groups))
             self._sharing.drop(rows)
             self._make_group_steps()
 
@@ -449,7 +574,19 @@ class Batch:
             self._behind -= self._idle
 
     def _settle(self) -> None:
-        """Roll back the step that a failed forward has left unfinished."""
+        """Roll back the step that a failed forward has left unfinished.
+
+        Raises:
+            RuntimeError: the forward has not failed: the caller is in the middle of it.
+        """
+        if self._behind and not self._is_by_hand and self._is_under_way():
+            raise RuntimeError(
+                "A layer or a hook has called this in the middle of a forward of this PagedCache, "
+                "when its layers hold different tokens; do it before or behind the forward."
+            )
+        self._undo_unfinished()
+
+    def _undo_unfinished(self) -> None:
         self._check_usable()
         if self.step is not None and self.step.is_custom:
             self._note_mixed(self.step.before.columns)

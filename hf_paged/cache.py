@@ -6,6 +6,7 @@ import copy
 import operator
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
 from types import TracebackType
@@ -24,7 +25,8 @@ from transformers import (
 from .arguments import check_count, padding_mask, row_numbers, token_ids
 from .backends import backend_for, check_backend
 from .batch import Batch
-from .layers import PagedLayer, check_crop, copy_states, make_layers
+from .edit import edit
+from .layers import PLAIN, check_crop, copy_states, make_layers, states_of
 from .pool import BlockPool
 from .report import CacheReport, block_map
 from .snapshot import Snapshot
@@ -153,13 +155,9 @@ class PagedCache(DynamicCache):
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
         """(keys, values, window) of each layer, as DynamicCache yields them."""
-        for layer in self.layers:
-            window = getattr(layer, "_window", None)
-            yield (
-                getattr(layer, "keys", None),
-                getattr(layer, "values", None),
-                None if window is None else torch.tensor(window, dtype=torch.long, device="cpu"),
-            )
+        for layer in self.layers:  # of which recurrent ones have none of these
+            names = ("keys", "values", "_sliding_window_tensor")
+            yield tuple(getattr(layer, name, None) for name in names)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens (columns) of every row, and what no window reaches any more.
@@ -232,7 +230,7 @@ class PagedCache(DynamicCache):
         """A new cache that shares every block; its rows are these rows, each n times in a row."""
         check_count("n", n)
         rows = np.arange(self._batch.rows).repeat(n)
-        forked = copy.copy(self)
+        forked = copy.copy(self)  # a subclass may have more attributes
         forked._set_batch(self._batch.forked(rows))
         added = self.layers[len(forked.layers) :]  # some models make more layers of their own
         forked.layers += copy.deepcopy(added)
@@ -242,8 +240,55 @@ class PagedCache(DynamicCache):
             _select_states(target, rows)
         return forked
 
+    def __copy__(self) -> PagedCache:
+        alias = type(self).__new__(type(self))
+        vars(alias).update(vars(self))
+        return alias
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         return self.fork()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the rows and copies of their blocks, without the pool and its model."""
+        own = {
+            name: value for name, value in vars(self).items() if name not in ("_batch", "layers")
+        }
+        added = self.layers[len(self.pool.plain_layers) :]
+        states = [states_of(layer) for layer in self._stateful_layers() if layer not in added]
+        return {"batch": self._batch.packed(), "states": states, "added": added, "own": own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A cache in a pool of its own, that grows; K/V are on the devices that they were on."""
+        self._set_batch(Batch.unpacked(state["batch"]))
+        for layer, states in zip(self.layers, state["states"], strict=True):
+            vars(layer).update(states)
+        self.layers += state["added"]
+        vars(self).update(state["others"])
+
+    def edit(self, layer: int) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
+        """Change what a layer holds: K/V go out as ordinary tensors and come back at the end.
+
+            with cache.edit(3) as (keys, values):
+                values[:, :, :5] *= 0.5
+
+        The tensors are what `layers[layer].keys` and `.values` show, [rows, kv_heads, columns,
+        head_dim] in the model's dtype, of a window its last columns. Change them in place, as names
+        that are bound to others come to nothing. Blocks that other rows, forks or known prefixes
+        hold too are copied first, so these stay as they are. What is written to columns of padding
+        is passed over: they are not stored. `insert_prefix` leaves out edited tokens and what is
+        behind them. If the body raises, nothing is written.
+
+        Args:
+            layer: the number of the layer.
+
+        Raises:
+            ValueError: the layer keeps no K/V in blocks, or the tensors have got another shape,
+                dtype or device.
+            RuntimeError: there are no K/V yet, the cache was freed or moved out, its tokens have
+                changed meanwhile, or this is called in the middle of a forward.
+            PoolExhausted: too few blocks are free for the copies; nothing was written.
+        """
+        return edit(self._batch, layer)
 
     def prefill(
         self,
@@ -475,7 +520,7 @@ class PagedCache(DynamicCache):
 
     def _stateful_layers(self) -> list[Any]:
         """The layers that keep something outside of the blocks."""
-        return [layer for layer in self.layers if type(layer) is not PagedLayer]
+        return [layer for layer in self.layers if type(layer) not in PLAIN]
 
 
 def unwrapped(model: torch.nn.Module) -> Any:

@@ -68,11 +68,16 @@ class PoolExhausted(RuntimeError):
 
     def __init__(self, needed: int, free: int, evictable: int, total: int, what: str):
         self.needed, self.free, self.evictable, self.total = needed, free, evictable, total
+        self._what = what
         super().__init__(
             f"The block pool is full: this step needs {needed} more blocks for {what}, but {free} "
             f"of {total} are free and {evictable} can be evicted; raise num_blocks or max_memory, "
             "or lower the batch size or max_new_tokens."
         )
+
+    def __reduce__(self) -> Any:
+        numbers = self.needed, self.free, self.evictable, self.total
+        return type(self), (*numbers, self._what), vars(self)
 
 
 class LayerStorage:
@@ -371,7 +376,7 @@ class BlockPool:
                 "config must be a model's PreTrainedConfig or the model, not "
                 f"{type(config).__name__}."
             )
-        self._model, self._whole_config = model, config
+        self._model, self.whole_config = model, config
         self.media_tokens = media_tokens(config)
         self.config = decoder_config(config)
         check_cacheable(self.config)
@@ -404,6 +409,13 @@ class BlockPool:
         self.plain_layers = dynamic_layers(self.config)  # empty; what a cache's layers are made of
         self.index = PrefixIndex(self.groups, block_size)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A BlockPool, which holds the K/V of all its caches, is neither pickled nor copied: "
+            "pickle or fork() a PagedCache, keep known prefixes by save_prefixes(path), or make a "
+            "new BlockPool."
+        )
+
     @property
     def home(self) -> torch.device | None:
         """Where K/V that are loaded go: the pool's device, or its model's."""
@@ -418,7 +430,7 @@ class BlockPool:
         Raises:
             ValueError: the model's prefixes cannot be reused exactly.
         """
-        return longest_prefix(self._whole_config)
+        return longest_prefix(self.whole_config)
 
     @property
     def num_blocks(self) -> int:

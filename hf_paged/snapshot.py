@@ -56,9 +56,10 @@ class Snapshot:
         pool: BlockPool,
         lengths: np.ndarray,
         tables: list[np.ndarray],
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = "cpu",
     ) -> Snapshot:
-        """Copy what `tables` (physical blocks, [rows, width] for each group) hold to `device`."""
+        """Copy what `tables` (physical blocks, [rows, width] for each group) hold to `device`, or
+        each layer's to where it is."""
         numbers, states, given = [], {}, {}
         width = _width(blocks_for(lengths, pool.block_size))
         with pool.lock:
@@ -73,7 +74,7 @@ class Snapshot:
                 index = torch.from_numpy(blocks.astype(np.int64))
                 for layer, storage in group.storage.items():
                     copies = [
-                        stored[index.to(stored.device)].to(device, copy=True)
+                        stored[index.to(stored.device)].to(device or stored.device, copy=True)
                         for stored in (storage.keys, storage.values)
                     ]
                     for copy in copies:
