@@ -75,7 +75,7 @@ class PagedLayer(DynamicLayer):
         self._batch.record_past = value
 
     def activate_past_recording(self) -> None:
-        self.record_past = True
+        self._batch.start_recording()
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
