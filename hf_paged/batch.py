@@ -87,6 +87,8 @@ class Batch:
         self._group_steps: list[GroupStep] = []
         self._sharing: Sharing | None = None
         self._records_past, self._cut_at = False, 0
+        # Whether the next step may be what is there once more, as assisted decoding begins.
+        self.may_repeat = False
         # The columns whose K/V are those of the caller's sequences, each behind its own past alone:
         # not after beam search has moved rows, nor under a mask that is more than a pattern.
         self._known: int | None = None
@@ -345,6 +347,10 @@ class Batch:
         """Begin with the rows of `tables`, whose first `known` columns are (None: all) known."""
         self.tables, self.identity, self._known = tables, identity, known
 
+    def start_recording(self) -> None:
+        """Keep what leaves a window until the next crop, as assisted decoding asks for first."""
+        self.record_past, self.may_repeat = True, self._complete.columns > 0
+
     @_exclusive
     def note_move(self) -> None:
         """From here on rows may no longer be the sequences that a caller takes them for."""
@@ -489,6 +495,13 @@ class Batch:
             raise self._wrong_rows(rows)
         if not self.record_past:
             self.tables.drop_outside_windows()
+        may_repeat, self.may_repeat = self.may_repeat, False
+        if may_repeat and columns > 1 and self._is_repeated(layer, keys):
+            raise ValueError(
+                f"The forward begins anew with the first of the {self.columns} tokens that are in "
+                "the cache; assisted decoding and prompt lookup compute all of input_ids, so pass "
+                "a fresh cache, or only the new input_ids with the attention_mask of all."
+            )
         is_fork = len(before) != rows  # one row serves as the prompt of many
         if is_fork and self.pool.stateful_layers:
             raise ValueError(
@@ -533,6 +546,20 @@ class Batch:
         if is_debugging():
             self.pool.check()
         return step
+
+    def _is_repeated(self, layer: int, keys: torch.Tensor) -> bool:
+        """Whether most of a forward's keys are, up to rounding, those that the batch begins with:
+        of the same tokens in the same positions."""
+        if len(keys) != self.rows:
+            return False
+        index = self.pool.group_of_layer[layer]
+        slots = self.tables.column_slots(index, self.tokens, self.columns)[:, : keys.shape[2]]
+        row, column = np.nonzero(slots >= 0)
+        stored = self.pool.groups[index].storage[layer].key_slots
+        held = stored[torch.from_numpy(slots[row, column]).to(stored.device)].float()
+        near = max(1 / 32, torch.finfo(stored.dtype).eps) * held.abs()
+        is_near = (keys.detach()[row, :, column].float() - held).abs() <= near
+        return 2 * int((is_near.flatten(1).float().mean(1) > 0.9).sum()) > len(row)
 
     def _note_mixed(self, column: int) -> None:
         """From this column on a row's K/V may be of more or less than its own past alone."""

@@ -117,6 +117,9 @@ class PagedLayer(DynamicLayer):
             return states
         return ReadOnly(states, f"with cache.edit({self._index}) as (keys, values): ...")
 
+    def activate_past_recording(self) -> None:
+        self._batch.start_recording()
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Blocks are taken by `update`."""
 
