@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from .backends import backend_for
-from .caller import calling_module, is_inside_model
+from .caller import is_inside_model
 from .pool import BlockPool, LayerStorage, is_debugging
 from .sharing import Sharing, find_sharing
 from .snapshot import Snapshot
@@ -66,8 +66,8 @@ def _exclusive(method: Method) -> Method:
 
 # What a batch knows besides its tokens and blocks, and a copy of it has to know.
 _KNOWN = (
-    *("_records_past", "_cut_at", "_known", "_freed_rows"),
-    *("may_hold_padding", "identity", "_idle", "_has_completed"),
+    *("record_past", "_known", "_freed_rows", "may_hold_padding", "identity"),
+    *("_idle", "_has_completed"),
 )
 
 
@@ -86,7 +86,7 @@ class Batch:
         self.step: Step | None = None
         self._group_steps: list[GroupStep] = []
         self._sharing: Sharing | None = None
-        self._records_past, self._cut_at = False, 0
+        self.record_past = False  # whether tokens outside of windows are kept until `crop`
         # Whether the next step may be what is there once more, as assisted decoding begins.
         self.may_repeat = False
         # The columns whose K/V are those of the caller's sequences, each behind its own past alone:
@@ -118,19 +118,7 @@ class Batch:
         self._whole: BlockTables | None = None
         self._lock = threading.RLock()
         self._thread = threading.current_thread()  # whose step is under way
-        self._is_by_hand = False  # whether no model has begun the step under way
-        self._was_left = False  # whether others have asked since that its model has gone on with it
-
-    @property
-    def record_past(self) -> bool:
-        """Whether tokens that leave a window are kept until the next `crop`."""
-        return self._records_past
-
-    @record_past.setter
-    def record_past(self, value: bool) -> None:
-        if value and not self._records_past:
-            self._cut_at = self._complete.columns  # until here windows have dropped what they could
-        self._records_past = value
+        self._was_left = False  # whether others have asked since that its forward has gone on
 
     @property
     def rows(self) -> int:
@@ -179,8 +167,6 @@ class Batch:
         """Whether the caller is in the forward whose step some layers are behind in."""
         if self._has_failed or self._thread is not threading.current_thread():
             return False
-        if self._is_by_hand:
-            return True
         # Once a model asks what to go on from, the forward before has failed, whoever asks next.
         self._was_left = self._was_left or not is_inside_model()
         return not self._was_left
@@ -287,8 +273,7 @@ class Batch:
         tables = self.tables if tokens is self.tables.tokens else self._complete_tables
         window, columns = self.pool.groups[index].window, tokens.columns
         if window is not None:
-            cut_at = min(self._cut_at, columns) if self.record_past else columns
-            columns -= max(cut_at - window + 1, 0)
+            columns = min(columns, window - 1)
         return tables.column_slots(index, tokens, columns)
 
     @_exclusive
@@ -418,7 +403,6 @@ class Batch:
             if self._known is not None:
                 self._known = min(self._known, remaining)
         self.tables.drop_outside_windows()
-        self._cut_at = self.columns
         self._end_step()
 
     @_exclusive
@@ -459,6 +443,7 @@ class Batch:
         """Give all blocks back; the batch is as new."""
         if self.is_freed:
             self._check_usable()
+        self._check_between_forwards()
         with self._tearing():
             self._clear(for_good=False)
 
@@ -476,7 +461,7 @@ class Batch:
         self.tables, self.is_freed, self._outside = tables, for_good, None
         old.release()
         self._known = self._freed_rows = self._blamed = None
-        self.may_hold_padding, self._cut_at = False, 0
+        self.may_hold_padding = False
 
     def _begin_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Step:
         rows, columns = keys.shape[0], keys.shape[2]
@@ -523,11 +508,10 @@ class Batch:
             states = step.unpad(keys.detach()), step.unpad(values.detach())
             sharing = find_sharing(step, *states, self.pool.block_size)
         behind = set(self.pool.group_of_layer) - self._idle
-        thread, is_by_hand = threading.current_thread(), calling_module() is None
+        thread = threading.current_thread()
         self.num_steps += 1
         # From here on the step is under way, and rolled back if it fails.
-        self.step, self._sharing = step, sharing
-        self._thread, self._is_by_hand = thread, is_by_hand
+        self.step, self._sharing, self._thread = step, sharing, thread
         self._shown = None
         if mask is not None and mask.padding is not None and len(mask.padding) == rows:
             is_exact = step.hidden is None and self._freed_rows is None
@@ -601,17 +585,17 @@ class Batch:
             self._behind -= self._idle
 
     def _settle(self) -> None:
-        """Roll back the step that a failed forward has left unfinished.
+        """Roll back the step that a failed forward has left unfinished."""
+        self._check_between_forwards()
+        self._undo_unfinished()
 
-        Raises:
-            RuntimeError: the forward has not failed: the caller is in the middle of it.
-        """
-        if self._behind and not self._is_by_hand and self._is_under_way():
+    def _check_between_forwards(self) -> None:
+        """Raise RuntimeError in the middle of a forward that has not failed."""
+        if self._behind and self._is_under_way():
             raise RuntimeError(
                 "A layer or a hook has called this in the middle of a forward of this PagedCache, "
                 "when its layers hold different tokens; do it before or behind the forward."
             )
-        self._undo_unfinished()
 
     def _undo_unfinished(self) -> None:
         self._check_usable()

@@ -7,7 +7,6 @@ hook or a layer in its forward, or it is the beginning of the next one. The call
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -16,25 +15,15 @@ from transformers import PreTrainedModel
 _CALL = torch.nn.Module._call_impl.__code__  # what runs a module's forward and its hooks
 
 
-def calling_module() -> torch.nn.Module | None:
-    """The innermost module whose forward or hook the caller is in."""
-    return next(iter(_modules(sys._getframe(1))), None)
-
-
 def is_inside_model() -> bool:
-    """Whether the caller is in a layer (or any other part) of a model of transformers, or in a hook
+    """Whether the caller is in a layer (or another part) of a model of transformers, or in a hook
     on one. The model's own forward is not: there a new forward asks what it is to go on from."""
     is_part = False
-    for module in _modules(sys._getframe(1)):
-        if isinstance(module, PreTrainedModel):
-            return is_part
-        is_part = True
-    return False
-
-
-def _modules(frame: FrameType | None) -> Iterator[torch.nn.Module]:
-    """The modules whose calls are on the stack, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CALL:
-            yield frame.f_locals["self"]
+            if isinstance(frame.f_locals["self"], PreTrainedModel):
+                return is_part
+            is_part = True
         frame = frame.f_back
+    return False

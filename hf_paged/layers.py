@@ -93,7 +93,10 @@ class PagedLayer(DynamicLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """A copy of the keys that DynamicCache would hold, which cannot be written to."""
+        """A copy of the keys that DynamicCache would hold, padding zero; it cannot be written to.
+
+        In a layer or a hook in the middle of a forward these include its tokens.
+        """
         return self._copy("keys")
 
     @keys.setter
@@ -103,7 +106,7 @@ class PagedLayer(DynamicLayer):
 
     @property
     def values(self) -> torch.Tensor | None:
-        """A copy of the values that DynamicCache would hold, which cannot be written to."""
+        """A copy of the values, as of the keys."""
         return self._copy("values")
 
     @values.setter
