@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from .backends import backend_for
+from .geometry import advise, other_attention
 from .padding import Padding
 from .pool import BlockPool, PoolExhausted, is_debugging
 from .sharing import Sharing, find_sharing
@@ -98,6 +99,10 @@ class Batch:
         self._masks: dict[int, weakref.ref[LazyMask]] = {}
         # Masks that the step under way goes on without, the noted one first; None if it may not.
         self._unread: list[Padding] | None = None
+        # Why what reads K/V in the step under way cannot be given views, None if it can.
+        self._gathered: str | None = None
+        # Whether compiled code has made that step's mask, and whether it makes the next one's.
+        self._is_compiled = self._will_be_compiled = False
         self._only_grows = False  # whether the last mask showed all that is stored, and a new token
         self._longer: BlockTables | None = None  # what rows held that have ended in this step
         self._lock = threading.RLock()
@@ -127,11 +132,15 @@ class Batch:
         self._check_usable()
         return self.tables.tables[group]
 
-    def mask_sizes(self, queries: int, window: int | None) -> tuple[KVLength, int]:
+    def mask_sizes(self, queries: int, window: int | None) -> tuple[int, int]:
         """(kv_length, kv_offset) for `queries` new columns, as `DynamicCache` would show them."""
         past = self.columns
         visible = past if window is None else min(past, window - 1)
-        return KVLength(visible + queries, self), past - visible
+        length = visible + queries
+        # That of flex_attention is compiled code, and compiled anew for every int of ours.
+        if self.pool.attending._attn_implementation != "flex_attention":
+            length = KVLength(length, self)
+        return length, past - visible
 
     def hides_tokens(self, mask: np.ndarray) -> bool:
         """Whether a 2-D mask (bool [rows, all columns]) masks a token that is stored.
@@ -166,9 +175,18 @@ class Batch:
         """Remember the mask of the forward under way; it says which new columns are tokens."""
         self._masks[threading.get_ident()] = weakref.ref(mask)
 
+    def note_compiled(self) -> None:
+        """Remember that compiled code makes the mask of the forward under way."""
+        self._will_be_compiled = True
+
     @_exclusive
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerPages:
+    def update(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, gathered: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's new K/V ([rows, kv_heads, columns, head_dim]) and show all of them.
+
+        Args:
+            gathered: why they cannot be shown as views, if not for what the config says.
 
         Raises:
             PoolExhausted: too few blocks are free; nothing is written.
@@ -213,9 +231,12 @@ class Batch:
             if self._behind and self.step is not None:
                 self._roll_back(self.step)
             raise
+        if gathered is None and self._gathered is not None:
+            gathered = self._gathered
+            advise(gathered)
         past = step.before.columns
         visible = past if group.window is None else min(past, group.window - 1)
-        return LayerPages(
+        pages = LayerPages(
             group,
             storage,
             keys,
@@ -226,7 +247,9 @@ class Batch:
             past - visible,
             self.calls,
             self.backend,
+            self._is_compiled,
         )
+        return pages.views() if gathered is None else pages.tensors(gathered)
 
     def _stored_dims(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int]:
         """The widths of a head in memory that the attention backend asks for."""
@@ -589,6 +612,8 @@ class Batch:
                 "threads use it, give each a fork() of its own."
             )
         self.may_hold_padding |= mask is None
+        self._gathered = other_attention(self.pool.attending) if mask is None else None
+        self._is_compiled, self._will_be_compiled = self._will_be_compiled, False
         padding = None if mask is None else mask.padding
         if padding is not None and may_begin and not padding.has_arrived():
             self._unread = [padding]
