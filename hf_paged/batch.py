@@ -24,6 +24,7 @@ import torch
 
 from .backends import backend_for
 from .caller import is_inside_model
+from .geometry import advise, other_attention
 from .pool import BlockPool, LayerStorage, is_debugging
 from .sharing import Sharing, find_sharing
 from .snapshot import Snapshot
@@ -116,6 +117,10 @@ class Batch:
         self._shown: tuple[Tokens, torch.Tensor] | None = None
         # What the rows held before this step ended some of them at what its mask shows.
         self._whole: BlockTables | None = None
+        # Why what reads K/V in the step under way cannot be given views, None if it can.
+        self._gathered: str | None = None
+        # Whether compiled code has made that step's mask, and whether it makes the next one's.
+        self._is_compiled = self._will_be_compiled = False
         self._lock = threading.RLock()
         self._thread = threading.current_thread()  # whose step is under way
         self._was_left = False  # whether others have asked since that its forward has gone on
@@ -180,15 +185,27 @@ class Batch:
         if tokens is not self._complete:
             return length, offset  # a layer asks that has the step's tokens: no mask of this step
         self._masks.pop(threading.get_ident(), None)
-        return KVLength(length, self), offset
+        # That of flex_attention is compiled code, and compiled anew for every int of ours.
+        if self.pool.attending._attn_implementation != "flex_attention":
+            length = KVLength(length, self)
+        return length, offset
 
     def note_mask(self, mask: LazyMask) -> None:
         """Keep the mask of the step that comes; it says which new columns are tokens."""
         self._masks[threading.get_ident()] = weakref.ref(mask)
 
+    def note_compiled(self) -> None:
+        """Remember that compiled code makes the mask of the forward under way."""
+        self._will_be_compiled = True
+
     @_exclusive
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerPages:
+    def update(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, gathered: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's new K/V ([rows, kv_heads, columns, head_dim]) and show all of them.
+
+        Args:
+            gathered: why they cannot be shown as views, if not for what the config says.
 
         Raises:
             PoolExhausted: too few blocks are free; nothing is written.
@@ -236,9 +253,12 @@ class Batch:
             if self._behind and self.step is not None:
                 self._roll_back(self.step)
             raise
+        if gathered is None and self._gathered is not None:
+            gathered = self._gathered
+            advise(gathered)
         past = step.before.columns
         visible = past if group.window is None else min(past, group.window - 1)
-        return LayerPages(
+        pages = LayerPages(
             group,
             storage,
             keys,
@@ -249,7 +269,9 @@ class Batch:
             past - visible,
             self.calls,
             self.backend,
+            self._is_compiled,
         )
+        return pages.views() if gathered is None else pages.tensors(gathered)
 
     def _stored_dims(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int]:
         """The widths of a head in memory that the attention backend asks for."""
@@ -716,6 +738,8 @@ class Batch:
             ValueError: it shows a column that is not stored.
         """
         self.may_hold_padding |= mask is None
+        self._gathered = other_attention(self.pool.attending) if mask is None else None
+        self._is_compiled, self._will_be_compiled = self._will_be_compiled, False
         padding = None if mask is None else mask.padding
         new = hidden = None
         if padding is not None and before.columns and len(padding) != rows:

@@ -19,7 +19,7 @@ from .batch import Batch
 from .edit import assign, edit
 from .geometry import cross_layers
 from .pool import LayerStorage
-from .view import LayerPages, ReadOnly, gather
+from .view import COMPILED, ReadOnly, gather
 
 
 # A compiled forward breaks its graph here, and gets ordinary numbers and tensors: it can neither
@@ -32,6 +32,7 @@ def _columns(batch: Batch, index: int) -> int:
 @torch.compiler.disable
 def _mask_sizes(batch: Batch, index: int, queries: int) -> tuple[int, int]:
     length, offset = batch.mask_sizes(index, queries)
+    batch.note_compiled()
     return int(length), offset
 
 
@@ -39,8 +40,7 @@ def _mask_sizes(batch: Batch, index: int, queries: int) -> tuple[int, int]:
 def _updated(
     batch: Batch, index: int, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    pages: LayerPages = batch.update(index, keys, values)
-    return pages.tensors()
+    return batch.update(index, keys, values, COMPILED)
 
 
 @torch.compiler.disable
@@ -129,11 +129,11 @@ class PagedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [batch, kv_heads, tokens, head_dim] K/V; returns views of all that are shown."""
+        """Write [batch, kv_heads, tokens, head_dim] K/V; returns all that are shown, as views where
+        our attention function reads them."""
         if torch.compiler.is_compiling():
             return _updated(self._batch, self._index, key_states, value_states)
-        pages: LayerPages = self._batch.update(self._index, key_states, value_states)
-        return pages.views()
+        return self._batch.update(self._index, key_states, value_states)
 
     def get_seq_length(self) -> int:
         if torch.compiler.is_compiling():

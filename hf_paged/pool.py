@@ -31,6 +31,7 @@ from transformers import PreTrainedConfig
 from .arguments import check_count, token_ids
 from .fingerprint import ExtraKey, config_fingerprint, encode_extra_key, model_fingerprint
 from .geometry import (
+    attending_config,
     bytes_per_token,
     check_cacheable,
     decoder_config,
@@ -378,7 +379,7 @@ class BlockPool:
             )
         self._model, self.whole_config = model, config
         self.media_tokens = media_tokens(config)
-        self.config = decoder_config(config)
+        self.config, self.attending = decoder_config(config), attending_config(config)
         check_cacheable(self.config)
         self._config_fingerprint = config_fingerprint(self.config)
         self.block_size = block_size
