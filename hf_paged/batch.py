@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from .backends import backend_for
+from .circumstances import autocast_dtype
 from .padding import Padding
 from .pool import BlockPool, PoolExhausted, is_debugging
 from .sharing import Sharing, find_sharing
@@ -29,6 +31,8 @@ from .snapshot import Snapshot
 from .step import GroupStep, Step
 from .table import BlockTables, Tokens
 from .view import Calls, LayerPages, LazyMask, gather
+
+ENDLESS = np.iinfo(np.int64).max
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -82,6 +86,11 @@ class Batch:
         self.may_hold_padding = False
         # `BlockPool.identity` when the first token was stored: what the K/V are of.
         self.identity: str | None = None
+        self.autocast: str | None = None  # `autocast_dtype` at that time
+        self._may_differ = False  # whether the next step may be of another model or config
+        # int64 [rows], the columns whose K/V follow from the tokens and the identity; None for all.
+        self._own: np.ndarray | None = None
+        self._ended: deque[Step] = deque()  # steps whose positions the host may not have yet
         self._outside: tuple[Snapshot, Tokens] | None = None
         self._freed_rows: np.ndarray | None = None  # bool [rows], if there are any
         self.calls = Calls()
@@ -167,8 +176,17 @@ class Batch:
         self._masks[threading.get_ident()] = weakref.ref(mask)
 
     @_exclusive
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerPages:
+    def update(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+    ) -> LayerPages:
         """Write a layer's new K/V ([rows, kv_heads, columns, head_dim]) and show all of them.
+
+        Args:
+            position_ids: what the model gives the columns, where it says so.
 
         Raises:
             PoolExhausted: too few blocks are free; nothing is written.
@@ -193,6 +211,7 @@ class Batch:
                 step = self._begin_step(layer, keys, values)
             else:
                 step = self._continue_step(layer, keys)
+            step.note_positions(position_ids)
             new_keys, new_values = step.unpad(keys.detach()), step.unpad(values.detach())
             if self._sharing is not None and not begins:  # the first layer's is how it was found
                 self._part(self._sharing.differing(step, new_keys, new_values))
@@ -206,6 +225,7 @@ class Batch:
             if self._behind == {layer}:
                 new = self._read_masks(step)
                 if new is not None:
+                    step.stays = new
                     self._longer = self.tables.take_back(step.before.extend(step.columns, new))
                 self._masks.pop(threading.get_ident(), None)
             self._behind, self._has_failed = self._behind - {layer}, False
@@ -254,11 +274,23 @@ class Batch:
         for all, in the rows that its caller thinks."""
         self._settle()
         self._end_step()
+        self._may_differ = True
         return self.tables, self._known
 
-    def adopt(self, tables: BlockTables, identity: str, known: int | None) -> None:
+    @_exclusive
+    def own_columns(self) -> np.ndarray:
+        """int64 [rows], the columns whose K/V are those of the row's tokens in a prompt alone, as
+        the model of the cache's identity computes them."""
+        self._read_positions(may_wait=True)
+        every = np.full(self.rows, self.columns)
+        return every if self._own is None else np.minimum(every, self._own)
+
+    def adopt(
+        self, tables: BlockTables, identity: str, autocast: str | None, known: int | None
+    ) -> None:
         """Begin with the rows of `tables`, whose first `known` columns are (None: all) known."""
-        self.tables, self.identity, self._known = tables, identity, known
+        self.identity, self.autocast, self._may_differ = identity, autocast, True
+        self.tables, self._known = tables, known
 
     @_exclusive
     def note_move(self) -> None:
@@ -287,6 +319,8 @@ class Batch:
         batch.record_past, batch._known = self.record_past, self._known
         batch._only_grows = self._only_grows
         batch.may_hold_padding, batch.identity = self.may_hold_padding, self.identity
+        batch.autocast, batch._may_differ = self.autocast, True
+        batch._own = self._own_of(rows)
         batch._idle, batch._has_completed = set(self._idle), self._has_completed
         return batch
 
@@ -307,6 +341,8 @@ class Batch:
                 self.tables.truncate(remaining)
             if self._known is not None:
                 self._known = min(self._known, remaining)
+            if self._own is not None:
+                self._own[self._own >= remaining] = ENDLESS
         self.tables.drop_outside_windows()
         self._end_step()
 
@@ -364,17 +400,24 @@ class Batch:
         old, tables = self.tables, BlockTables(self.pool)
         self.tables, self.is_freed, self._outside = tables, for_good, None
         old.release()
-        self._known = self._freed_rows = self._blamed = None
+        self._known = self._own = self._freed_rows = self._blamed = None
         self.may_hold_padding = False
+        self._ended.clear()
 
     def _begin_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Step:
         rows, columns = keys.shape[0], keys.shape[2]
         before = self.tables.tokens
         is_first = not before.columns
+        self._read_positions(may_wait=False)
         if is_first:
             before = Tokens.none(rows)
-            self._known = self._freed_rows = None
+            self._known = self._own = self._freed_rows = None
+            self._ended.clear()
             self.may_hold_padding, self.identity = False, self.pool.identity()
+            self.autocast, self._may_differ = autocast_dtype(), False
+        elif columns > 1 or self._may_differ:  # decode steps follow one that was looked at
+            self._may_differ = self.pool.identity() != self.identity
+        differs = self._may_differ or autocast_dtype() != self.autocast or self.pool.is_altered()
         if self._freed_rows is not None and columns > 1:
             raise RuntimeError(
                 "Rows of this cache have been freed, so it cannot go on with more than the token "
@@ -409,6 +452,8 @@ class Batch:
             self.tables = BlockTables(self.pool, rows)
         elif is_fork:
             self._replace_tables(np.zeros(rows, np.int64))
+        if differs:
+            self._limit_own(np.ones(rows, bool), step.before.columns)
         try:
             self.tables.append(step.after, self.record_past, sharing)
         except PoolExhausted:
@@ -456,6 +501,22 @@ class Batch:
         """From here on a row's K/V may be of more or less than its own past alone."""
         if self._known is None:
             self._known = self.columns
+
+    def _read_positions(self, may_wait: bool) -> None:
+        """Note from which ended step on rows have other positions than in a prompt alone."""
+        while self._ended and (may_wait or self._ended[0].positions_have_arrived()):
+            step = self._ended.popleft()
+            self._limit_own(step.moved_rows(), step.before.columns)
+
+    def _limit_own(self, rows: np.ndarray, columns: int) -> None:
+        """Of the rows (bool [rows]) from column `columns` on K/V are of more than the tokens."""
+        if rows.any():
+            own = np.full(len(rows), ENDLESS) if self._own is None else self._own
+            self._own = np.where(rows, np.minimum(own, columns), own)
+
+    def _own_of(self, rows: np.ndarray) -> np.ndarray | None:
+        self._read_positions(may_wait=True)
+        return None if self._own is None else self._own[rows]
 
     def _make_group_steps(self) -> None:
         assert self.step is not None
@@ -555,12 +616,16 @@ class Batch:
             self._replace_tables(np.zeros(rows, np.int64))
         elif len(self.tables.tokens) != rows:
             self.tables = BlockTables(self.pool, rows)
+        if not columns:
+            self._own = None
         self._end_step()
 
     def _end_step(self) -> None:
         behind: set[int] = set()
         if self.step is not None:
             self.step.is_current = False
+            if not self._behind:
+                self._ended.append(self.step)
         self.step, self._behind, self._has_failed = None, behind, False
         self._sharing, self._unread, self._group_steps = None, None, []
         longer, self._longer = self._longer, None
@@ -569,8 +634,8 @@ class Batch:
 
     def _replace_tables(self, rows: np.ndarray) -> None:
         old, tables = self.tables, self.tables.select(rows)
-        freed = self._freed_among(rows)
-        self.tables, self._freed_rows = tables, freed
+        freed, own = self._freed_among(rows), self._own_of(rows)
+        self.tables, self._freed_rows, self._own = tables, freed, own
         old.release()
 
     def _freed_among(self, rows: np.ndarray) -> np.ndarray | None:

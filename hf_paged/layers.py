@@ -33,9 +33,13 @@ def _mask_sizes(batch: Batch, queries: int, window: int | None) -> tuple[int, in
 
 @torch.compiler.disable
 def _updated(
-    batch: Batch, index: int, keys: torch.Tensor, values: torch.Tensor
+    batch: Batch,
+    index: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    pages: LayerPages = batch.update(index, keys, values)
+    pages: LayerPages = batch.update(index, keys, values, position_ids)
     return pages.tensors()
 
 
@@ -94,9 +98,11 @@ class PagedLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [batch, kv_heads, tokens, head_dim] K/V; returns views of all that are shown."""
+        # What the model hands down to its attention layers; versions before 5.24 do not pass it.
+        position_ids = kwargs.get("kwargs", {}).get("position_ids")
         if torch.compiler.is_compiling():
-            return _updated(self._batch, self._index, key_states, value_states)
-        pages: LayerPages = self._batch.update(self._index, key_states, value_states)
+            return _updated(self._batch, self._index, key_states, value_states, position_ids)
+        pages: LayerPages = self._batch.update(self._index, key_states, value_states, position_ids)
         return pages.views()
 
     def get_seq_length(self) -> int:

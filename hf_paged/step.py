@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .table import BlockTables, Tokens, first_block, slots_in
-from .transfer import upload
+from .transfer import Download, upload
 
 if TYPE_CHECKING:
     from .sharing import Sharing
@@ -51,11 +51,39 @@ class Step:
             rank = new.cumsum(1).reshape(-1)[self._real] - 1
         self.token_position = before.lengths[self.token_row] + rank
         self.is_current = True
+        self.stays: np.ndarray | None = None  # bool [rows, columns], if not all tokens did
+        self._positions: Download | None = None
         self._real_on: dict[torch.device, torch.Tensor] = {}
 
     def __len__(self) -> int:
         """Rows of the batch."""
         return len(self.before)
+
+    def note_positions(self, position_ids: torch.Tensor | None) -> None:
+        """Remember the positions [..., rows or 1, columns] that the model gives the columns."""
+        if position_ids is not None and self._positions is None:
+            self._positions = Download(position_ids)
+
+    def positions_have_arrived(self) -> bool:
+        return self._positions is None or self._positions.has_arrived()
+
+    def moved_rows(self) -> np.ndarray:
+        """bool [rows], in which the model gave a token another position than it has in its row, as
+        far as it has said so; waits for the device."""
+        rows, columns = len(self), self.columns
+        if self._positions is None:
+            return np.zeros(rows, bool)
+        given = self._positions.array()
+        if given.shape[-1] != columns or given.shape[-2:-1] not in ((), (1,), (rows,)):
+            return np.ones(rows, bool)
+        given = np.broadcast_to(given, (*given.shape[:-2], rows, columns))
+        given = given.reshape(-1, rows * columns)
+        real = slice(None) if self._real is None else self._real
+        moved = np.zeros((rows, columns), bool)
+        moved.reshape(-1)[real] = (given[:, real] != self.token_position).any(0)
+        if self.stays is not None:
+            moved &= self.stays
+        return np.any(moved, axis=1)
 
     @property
     def num_tokens(self) -> int:

@@ -36,7 +36,7 @@ class Download:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(tensor.device))
         else:
-            self._host = tensor.cpu()
+            self._host = tensor.to("cpu", copy=True)  # somebody may write the tensor meanwhile
 
     def has_arrived(self) -> bool:
         """Whether `array` would not wait."""
