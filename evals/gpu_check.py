@@ -58,7 +58,6 @@ F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 # Rounding of the output, and of the weights that the kernels multiply values by.
 TOLERANCE = {F16: 4e-3, BF16: 2e-2}
 GIB = 1 << 30
-SLEEP = 1_000_000_000  # cycles of the GPU, about half a second
 DEVICE = "cuda"
 CORRECTNESS = "Attention against the dense reference in float64, models against float32"
 
@@ -413,20 +412,6 @@ def blocks(lengths: list[int], new: int) -> int:
     return sum(-(-(length + new) // 16) for length in lengths)
 
 
-def runs_ahead(model: LlamaForCausalLM, cache: PagedCache, ids: torch.Tensor) -> bool:
-    """Whether the host gets to the last layer of a decode step before the GPU begins the step."""
-    mask = torch.ones(len(ids), cache.get_seq_length() + 1, device=DEVICE)
-    is_awake, found = torch.cuda.Event(), []
-    hook = model.model.layers[-1].register_forward_pre_hook(
-        lambda *args: found.append(not is_awake.query())
-    )
-    torch.cuda._sleep(SLEEP)
-    is_awake.record()
-    with hook, no_waiting():
-        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
-    return found == [True]
-
-
 def decode_steps(model: LlamaForCausalLM, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
     ids = torch.ones(rows, 1, dtype=torch.long, device=DEVICE)
     num_blocks = blocks([tokens] * rows, 32)
@@ -440,10 +425,9 @@ def decode_steps(model: LlamaForCausalLM, rows: int, tokens: int) -> Iterator[di
             ms, host = milliseconds(
                 lambda cache=cache: model(input_ids=ids, past_key_values=cache), 12
             )
-            ahead = runs_ahead(model, cache, ids) if isinstance(cache, PagedCache) else ""
-            found = {"ms": ms, "host ms": host, "peak GiB": peak_gib(), "runs ahead": ahead}
+            found = {"ms": ms, "host ms": host, "peak GiB": peak_gib()}
         except torch.OutOfMemoryError:
-            found = {"ms": "out of memory", "host ms": "", "peak GiB": "", "runs ahead": ""}
+            found = {"ms": "out of memory", "host ms": "", "peak GiB": ""}
         yield {"case": f"{rows}x{tokens}, {name}", **found}
 
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import StoppingCriteria
+from transformers import EncoderDecoderCache, StoppingCriteria
+
+from .arguments import token_ids
+from .cache import PagedCache
 
 if TYPE_CHECKING:
-    from .cache import PagedCache
     from .pool import BlockGroup, BlockPool
 
 
@@ -99,13 +101,7 @@ def _admit(
 
 
 def _token_list(prompt: Any, index: int) -> list[int]:
-    ids = np.asarray(prompt)
-    if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(
-            f"Prompt {index} must be its token ids, a list or 1-D tensor of whole numbers and at "
-            "least one; tokenize texts first."
-        )
-    return ids.tolist()
+    return token_ids(f"Prompt {index}", prompt, ndim=1).tolist()
 
 
 def _reservation(group: BlockGroup, tokens: int) -> int:
@@ -143,12 +139,13 @@ def _in_groups(tokens: list[list[int]], block_size: int) -> list[int]:
 
 def _padded(indices: list[int], tokens: list[list[int]], pad_token_id: int) -> PromptBatch:
     width = max(len(tokens[index]) for index in indices)
-    ids = torch.full((len(indices), width), pad_token_id)
-    mask = torch.zeros_like(ids)
+    ids = np.full((len(indices), width), pad_token_id, np.int64)
+    mask = np.zeros_like(ids)
     for row, index in enumerate(indices):
-        ids[row, width - len(tokens[index]) :] = torch.tensor(tokens[index])
+        ids[row, width - len(tokens[index]) :] = tokens[index]
         mask[row, width - len(tokens[index]) :] = 1
-    return PromptBatch(indices, {"input_ids": ids, "attention_mask": mask})
+    inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+    return PromptBatch(indices, inputs)
 
 
 class FreeFinishedRows(StoppingCriteria):
@@ -157,31 +154,48 @@ class FreeFinishedRows(StoppingCriteria):
         stop = StoppingCriteriaList([FreeFinishedRows(cache, tokenizer.eos_token_id)])
         model.generate(**inputs, past_key_values=cache, stopping_criteria=stop)
 
-    For greedy search and sampling; beam search moves rows.
+    For greedy search and sampling; beam search moves rows. It keeps nothing of a generate, so it
+    serves for any number of them on its cache; which rows have ended is what the cache has freed.
 
     Args:
         cache: the cache that is passed to generate.
         eos_token_id: the token, or tokens, that end a row.
+
+    Raises:
+        ValueError: the cache is not a PagedCache, or eos_token_id no token; and in generate, if
+            that uses another cache, or more sequences than rows, as beam search does.
     """
 
-    def __init__(self, cache: PagedCache, eos_token_id: int | Sequence[int]):
-        if eos_token_id is None:
-            raise ValueError("FreeFinishedRows needs the eos_token_id that ends a row.")
-        self._cache = cache
+    def __init__(self, cache: PagedCache | EncoderDecoderCache, eos_token_id: int | Sequence[int]):
+        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        if not isinstance(own, PagedCache):
+            raise ValueError(
+                f"cache must be the PagedCache that generate gets, not {type(own).__name__}."
+            )
+        self._cache, self._steps = own, own.num_steps
         # By this name generate knows that rows end, and pads them.
-        self.eos_token_id = torch.as_tensor(eos_token_id).reshape(-1)
-        self._finished, self._columns = torch.zeros(0, dtype=torch.bool), 0
+        ends = [eos_token_id] if np.ndim(eos_token_id) == 0 else eos_token_id
+        self.eos_token_id = token_ids("eos_token_id", ends, ndim=1).cpu()
 
     def __call__(
         self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """bool [rows], the rows that have ended."""
+        before, self._steps = self._steps, self._cache.num_steps
+        freed = self._cache.freed_rows
+        if self._steps == before:
+            raise ValueError(
+                "generate does not use the cache that FreeFinishedRows was made for, whose rows it "
+                "would free; make one for each cache."
+            )
+        if len(freed) != len(input_ids):
+            raise ValueError(
+                f"generate compares {len(input_ids)} sequences on a cache of {len(freed)} rows, as "
+                "beam search does; FreeFinishedRows is for greedy search and sampling, so leave it "
+                "out."
+            )
         ended = torch.isin(input_ids[:, -1], self.eos_token_id.to(input_ids.device))
-        if self._columns + 1 != input_ids.shape[1] or self._finished.shape != ended.shape:
-            self._finished = torch.zeros_like(ended)  # another generate has begun
-        self._columns, before = input_ids.shape[1], self._finished
-        self._finished = before | ended
-        fresh = self._finished & ~before
-        if fresh.any() and not self._finished.all():
-            self._cache.free_rows(fresh.nonzero()[:, 0])
-        return self._finished
+        finished = freed | ended.cpu().numpy()
+        if (finished != freed).any() and not finished.all():
+            self._cache.free_rows(finished)
+        return torch.from_numpy(finished).to(input_ids.device)

@@ -19,9 +19,8 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from .backends import AttentionCall, Backend, backend_for
 from .backends.dense import causal_mask, reference_attention
 from .batch import KVLength
-from .padding import Padding
 from .step import Pattern
-from .view import LayerPages, LazyMask, PagedView, without_gradient
+from .view import Densifying, LayerPages, LazyMask, PagedView, without_gradient
 
 NAME = "hf_paged"
 # Models that attend without a mask where a step has one token.
@@ -91,6 +90,8 @@ def paged_attention(
             pages.calls.paged += 1
             return without_gradient(query, _attend, backend, call), None
         pages.calls.dense[plan] += 1
+        if attention_mask is not None and not isinstance(attention_mask, LazyMask):
+            _check_custom(attention_mask, pages)
     key, value = _dense(key), _dense(value)
     mask = None if attention_mask is None else _dense(attention_mask)
     if indices is not None:
@@ -190,7 +191,7 @@ def paged_mask(
                 f"A {config.model_type} model makes no mask for single tokens, so they would see "
                 "the padding of its decoder's prompts; give prompts of one length."
             )
-        mask.padding = Padding(batch, attention_mask, q_length)
+        mask.padding = attention_mask.to(torch.bool)
     batch.note_mask(mask)
     return mask
 
@@ -226,21 +227,49 @@ def _ask_pattern(
     if "chunked_attention" not in kinds or "sliding_attention" in kinds:
         # In a chunked mask one token in each `local_size` does not see the one in front of it.
         row = torch.zeros(1, dtype=torch.long, device=device)
-        query = torch.arange(1, local_size + 1, device=device)
+        query = torch.arange(1, local_size + 1, dtype=torch.long, device=device)
         if bool(mask_function(row, row, query, query - 1).all()):
             return Pattern("sliding", local_size)
     return Pattern("chunked", local_size)
 
 
 def _pattern(mask: torch.Tensor | None, pages: LayerPages, is_causal: bool) -> Pattern | None:
-    """What the mask allows, if no more than a pattern; None otherwise."""
+    """What the mask allows among the tokens that it shows, if no more than a pattern."""
+    step = pages.group.step
     if mask is None:
-        queries = pages.group.step.columns
-        return Pattern() if queries == 1 or (is_causal and pages.kv_length == queries) else None
-    if not isinstance(mask, LazyMask):
+        is_plain = step.columns == 1 or (is_causal and pages.kv_length == step.columns)
+        return Pattern() if is_plain and step.hidden is None else None
+    if not isinstance(mask, LazyMask) or mask.among_tokens is None:
         return None
-    fits = (mask.kv_length, mask.kv_offset) == (pages.kv_length, pages.kv_offset)
-    return mask.pattern if fits else None
+    if (mask.kv_length, mask.kv_offset) != (pages.kv_length, pages.kv_offset):
+        return None
+    # transformers counts chunks from the first token that the mask shows.
+    if mask.among_tokens.kind == "chunked" and step.hidden is not None:
+        return None
+    return mask.among_tokens if step.has_padding_of(mask) else None
+
+
+def _check_custom(mask: torch.Tensor, pages: LayerPages) -> None:
+    """Note that K/V of this step depend on a mask of the caller's own.
+
+    Raises:
+        ValueError: it lets a token look at a column that is not stored.
+    """
+    step = pages.group.step
+    is_unknown = step.mask is None or not step.mask.is_read
+    step.is_custom |= is_unknown
+    if step.after.is_unpadded or not step.once(mask):
+        return
+    shown = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    shown = shown.any(1).expand(len(step), -1, -1).cpu()
+    is_token = torch.from_numpy(step.after.mask())
+    looks = shown & (is_token[:, -step.columns :, None] | is_unknown)
+    if (looks.any(1) & ~is_token[:, pages.kv_offset :]).any():
+        raise ValueError(
+            "The attention mask shows columns that were padding when they were computed, or that "
+            "the last forward's mask hid if that failed; a PagedCache does not store padding, so "
+            "mask these columns, or run the forward once more."
+        )
 
 
 def _plan(
@@ -307,6 +336,6 @@ def _chosen(indices: torch.Tensor, columns: int, mask: torch.Tensor | None) -> t
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, PagedView | LazyMask):
+    if isinstance(tensor, Densifying):
         return without_gradient(tensor, tensor.densify)
     return tensor

@@ -11,9 +11,9 @@ by assignments alone, and a roll-back may be cut short and begun again.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -23,14 +23,15 @@ import numpy as np
 import torch
 
 from .backends import backend_for
+from .caller import calling_module, is_inside_model, is_on_embeddings
 from .circumstances import autocast_dtype
-from .padding import Padding
-from .pool import BlockPool, PoolExhausted, is_debugging
+from .pool import BlockPool, LayerStorage, is_debugging
 from .sharing import Sharing, find_sharing
 from .snapshot import Snapshot
 from .step import GroupStep, Step
-from .table import BlockTables, Tokens
-from .view import Calls, LayerPages, LazyMask, gather
+from .table import BlockTables, Tokens, slots_in
+from .transfer import upload
+from .view import Calls, LayerPages, LazyMask
 
 ENDLESS = np.iinfo(np.int64).max
 
@@ -50,6 +51,9 @@ class KVLength(int):
         self.batch = batch
         return self
 
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
 
 def _exclusive(method: Method) -> Method:
     """`method` for one thread at a time, and not in the middle of another thread's step."""
@@ -61,6 +65,13 @@ def _exclusive(method: Method) -> Method:
             return method(self, *args, **kwargs)
 
     return exclusive  # type: ignore[return-value]
+
+
+# What a batch knows besides its tokens and blocks, and a copy of it has to know.
+_KNOWN = (
+    *("_records_past", "_cut_at", "_known", "_own", "_freed_rows"),
+    *("may_hold_padding", "identity", "autocast", "_idle", "_has_completed"),
+)
 
 
 class Batch:
@@ -78,7 +89,7 @@ class Batch:
         self.step: Step | None = None
         self._group_steps: list[GroupStep] = []
         self._sharing: Sharing | None = None
-        self.record_past = False
+        self._records_past, self._cut_at = False, 0
         # The columns whose K/V are those of the caller's sequences, each behind its own past alone:
         # not after beam search has moved rows, nor under a mask that is more than a pattern.
         self._known: int | None = None
@@ -87,13 +98,15 @@ class Batch:
         # `BlockPool.identity` when the first token was stored: what the K/V are of.
         self.identity: str | None = None
         self.autocast: str | None = None  # `autocast_dtype` at that time
-        self._may_differ = False  # whether the next step may be of another model or config
+        self._may_differ = True  # whether the next step may be of another model or config
         # int64 [rows], the columns whose K/V follow from the tokens and the identity; None for all.
         self._own: np.ndarray | None = None
-        self._ended: deque[Step] = deque()  # steps whose positions the host may not have yet
+        # Rows (bool [rows], on a device) that have got other positions, from which column on.
+        self._moved: tuple[int, torch.Tensor] | None = None
         self._outside: tuple[Snapshot, Tokens] | None = None
         self._freed_rows: np.ndarray | None = None  # bool [rows], if there are any
         self.calls = Calls()
+        self.num_steps = 0  # that have begun
         self.is_freed = False
         self._is_torn = False  # whether other states than K/V are not those of the K/V
         self._behind: set[int] = set()  # layers that the step under way has not updated yet
@@ -102,19 +115,38 @@ class Batch:
         self._idle: set[int] = set()  # layers that the model passes over
         self._has_completed = False
         self._blamed: set[int] | None = None  # layers behind at the last roll-back
-        # The mask of each thread's forward under way. It is alive exactly while that runs, so a
-        # failed one leaves nothing behind.
+        # The mask of each thread's next step, until that is complete. Asking for the sizes of
+        # another one drops it: a forward that fails leaves its mask behind, and a traceback that
+        # somebody keeps holds it for as long as it lives.
         self._masks: dict[int, weakref.ref[LazyMask]] = {}
-        # Masks that the step under way goes on without, the noted one first; None if it may not.
-        self._unread: list[Padding] | None = None
-        self._only_grows = False  # whether the last mask showed all that is stored, and a new token
-        self._longer: BlockTables | None = None  # what rows held that have ended in this step
+        # The last mask (bool [rows, columns]) that showed all that was stored, and these tokens.
+        self._shown: tuple[Tokens, torch.Tensor] | None = None
+        # What the rows held before this step ended some of them at what its mask shows.
+        self._whole: BlockTables | None = None
         self._lock = threading.RLock()
         self._thread = threading.current_thread()  # whose step is under way
+        self._is_by_hand = False  # whether no model has begun the step under way
+        self._was_left = False  # whether others have asked since that its model has gone on with it
+
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens that leave a window are kept until the next `crop`."""
+        return self._records_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        if value and not self._records_past:
+            self._cut_at = self._complete.columns  # until here windows have dropped what they could
+        self._records_past = value
 
     @property
     def rows(self) -> int:
         return len(self.tokens)
+
+    @property
+    def freed_rows(self) -> np.ndarray:
+        """bool [rows], whose blocks `free_rows` has given back."""
+        return np.zeros(self.rows, bool) if self._freed_rows is None else self._freed_rows
 
     @property
     def tokens(self) -> Tokens:
@@ -127,6 +159,10 @@ class Batch:
         return self._before if self._behind else self.tables.tokens
 
     @property
+    def _complete_tables(self) -> BlockTables:
+        return self._whole if self._behind and self._whole is not None else self.tables
+
+    @property
     def columns(self) -> int:
         """Columns of all complete steps."""
         return self.tokens.columns
@@ -134,45 +170,41 @@ class Batch:
     def block_table(self, group: int) -> np.ndarray:
         """int32 [rows, width], the blocks of a layer group; -1 where a row holds none."""
         self._check_usable()
-        return self.tables.tables[group]
+        return self._complete_tables.tables[group]
 
-    def mask_sizes(self, queries: int, window: int | None) -> tuple[KVLength, int]:
-        """(kv_length, kv_offset) for `queries` new columns, as `DynamicCache` would show them."""
-        past = self.columns
-        visible = past if window is None else min(past, window - 1)
-        return KVLength(visible + queries, self), past - visible
+    def tokens_of(self, layer: int) -> Tokens:
+        """The tokens that a layer has: in the middle of a step the new ones too, if it has them.
 
-    def hides_tokens(self, mask: np.ndarray) -> bool:
-        """Whether a 2-D mask (bool [rows, all columns]) masks a token that is stored.
-
-        Raises:
-            ValueError: it shows a column that was padding and is not stored.
+        Before the next step the tokens of one whose forward has failed are not counted.
         """
-        tokens = self.tokens
-        if not tokens.columns:
-            return False
-        stored, past = tokens.mask(), mask[:, : tokens.columns]
-        if len(stored) not in (1, len(past)):
-            raise self._wrong_rows(len(past))
-        if self._freed_rows is not None:
-            past = past & ~self._freed_rows[:, None]
-        if (past & ~stored).any():
-            raise ValueError(
-                "The attention_mask shows columns that were padding when they were computed; a "
-                "PagedCache does not store padding, so pass the same mask for them again."
-            )
-        return bool((past != stored).any())
+        complete = self.tokens
+        if not self._behind or layer in self._behind | self._idle or not self._is_under_way():
+            return complete
+        return self.tables.tokens
 
-    def may_go_on(self, padding: Padding) -> bool:
-        """Whether the step under way may go on without `padding`, and read it before it is over."""
-        if self._unread is None:
+    def _is_under_way(self) -> bool:
+        """Whether the caller is in the forward whose step some layers are behind in."""
+        if self._has_failed or self._thread is not threading.current_thread():
             return False
-        if padding not in self._unread:
-            self._unread.append(padding)
-        return True
+        if self._is_by_hand:
+            return True
+        # Once a model asks what to go on from, the forward before has failed, whoever asks next.
+        self._was_left = self._was_left or not is_inside_model()
+        return not self._was_left
+
+    def mask_sizes(self, layer: int, queries: int) -> tuple[int, int]:
+        """(kv_length, kv_offset) for `queries` new columns, as `DynamicCache` would show them."""
+        window = self.pool.groups[self.pool.group_of_layer[layer]].window
+        tokens = self.tokens_of(layer)
+        visible = tokens.columns if window is None else min(tokens.columns, window - 1)
+        length, offset = visible + queries, tokens.columns - visible
+        if tokens is not self._complete:
+            return length, offset  # a layer asks that has the step's tokens: no mask of this step
+        self._masks.pop(threading.get_ident(), None)
+        return KVLength(length, self), offset
 
     def note_mask(self, mask: LazyMask) -> None:
-        """Remember the mask of the forward under way; it says which new columns are tokens."""
+        """Keep the mask of the step that comes; it says which new columns are tokens."""
         self._masks[threading.get_ident()] = weakref.ref(mask)
 
     @_exclusive
@@ -186,7 +218,7 @@ class Batch:
         """Write a layer's new K/V ([rows, kv_heads, columns, head_dim]) and show all of them.
 
         Args:
-            position_ids: what the model gives the columns, where it says so.
+            position_ids: those of the new columns, where the model passes them.
 
         Raises:
             PoolExhausted: too few blocks are free; nothing is written.
@@ -203,12 +235,15 @@ class Batch:
         begins = self._has_failed or not is_due
         if begins:
             self._check_retry(layer, keys)
-            self._settle()
+            self._undo_unfinished()
             self._end_step()
         self._has_failed = True  # until it is done: what handles an exception may be cut short too
+        self._was_left = False
         try:
             if begins:
                 step = self._begin_step(layer, keys, values)
+                # Until now, when it holds blocks, others could have made the storage anew.
+                storage = self.pool.layer_storage(layer, keys, values, self._stored_dims)
             else:
                 step = self._continue_step(layer, keys)
             step.note_positions(position_ids)
@@ -222,13 +257,12 @@ class Batch:
                     group.keep_written(new_keys),
                     group.keep_written(new_values),
                 )
-            if self._behind == {layer}:
-                new = self._read_masks(step)
-                if new is not None:
-                    step.stays = new
-                    self._longer = self.tables.take_back(step.before.extend(step.columns, new))
+            is_complete = self._behind <= {layer}
+            if is_complete:
                 self._masks.pop(threading.get_ident(), None)
             self._behind, self._has_failed = self._behind - {layer}, False
+            if is_complete:
+                self._drop_whole()
         except BaseException:
             if self._behind and self.step is not None:
                 self._roll_back(self.step)
@@ -254,19 +288,69 @@ class Batch:
         dims = keys.shape[3], values.shape[3]
         return dims if isinstance(backend, str) else backend.stored_dims(keys.dtype, *dims)
 
-    def can_read(self, layer: int) -> bool:
-        """Whether there is a column, and the shape of the layer's K/V is known."""
-        group = self.pool.groups[self.pool.group_of_layer[layer]]
-        return self.columns > 0 and layer in group.storage
+    def storage(self, layer: int) -> LayerStorage | None:
+        """The blocks of a layer; None while there is none, so that no shape is known."""
+        return self.pool.groups[self.pool.group_of_layer[layer]].storage.get(layer)
 
-    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's K and V that the next query can see, [rows, kv_heads, columns, head_dim]."""
-        index, tokens = self.pool.group_of_layer[layer], self.tokens
-        group = self.pool.groups[index]
-        window = tokens.columns if group.window is None else group.window - 1
-        slots = self.tables.column_slots(index, tokens, min(tokens.columns, window))
-        storage = group.storage[layer]
-        return gather(storage.keys, slots), gather(storage.values, slots)
+    def can_read(self, layer: int) -> bool:
+        """Whether the layer has had K/V since the cache was new."""
+        has_rows = len(self.tokens_of(layer)) > 0 and layer not in self._idle
+        return has_rows and self.storage(layer) is not None
+
+    def shown_slots(self, layer: int) -> np.ndarray:
+        """int64 [rows, columns], the slots of what a `DynamicCache` would hold in this layer: of a
+        window only the columns that it has not dropped; -1 where a column is padding."""
+        index, tokens = self.pool.group_of_layer[layer], self.tokens_of(layer)
+        tables = self.tables if tokens is self.tables.tokens else self._complete_tables
+        window, columns = self.pool.groups[index].window, tokens.columns
+        if window is not None:
+            cut_at = min(self._cut_at, columns) if self.record_past else columns
+            columns -= max(cut_at - window + 1, 0)
+        return tables.column_slots(index, tokens, columns)
+
+    @_exclusive
+    def overwrite(
+        self,
+        layer: int,
+        tokens: Tokens,
+        where: np.ndarray,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Write other K/V ([rows, kv_heads, columns, head_dim]) over those of tokens.
+
+        Args:
+            layer: whose K/V.
+            tokens: those that the cache must still hold.
+            where: bool [rows, columns], of the last columns those that are written. Padding among
+                them is passed over.
+
+        Raises:
+            RuntimeError: the cache holds other tokens by now; nothing is written.
+            PoolExhausted: too few blocks are free to copy shared ones; nothing is written.
+        """
+        tables, _ = self.known_tables()
+        if tables.tokens is not tokens:
+            raise RuntimeError(
+                "The cache has got, dropped or moved tokens since edit() began, so nothing was "
+                "written; run forwards and move rows before or behind an edit."
+            )
+        start = tokens.columns - where.shape[1]
+        rows, columns = np.nonzero(where & tokens.mask()[:, start:])
+        if not len(rows):
+            return
+        position = tokens.count_before(start + np.arange(where.shape[1])[None])[rows, columns]
+        index, size = self.pool.group_of_layer[layer], self.pool.block_size
+        shared = [np.zeros(table.shape, bool) for table in tables.tables]
+        shared[index][rows, position // size] = True
+        tables.unshare(shared)
+        first = start + int(columns.min())
+        self._known = first if self._known is None else min(self._known, first)
+        storage, device = self.pool.groups[index].storage[layer], keys.device
+        slots = slots_in(tables.tables[index], size, rows, position)
+        at, row, column = upload([slots, rows, columns], device)
+        with self.pool.lock:
+            storage.write(at, keys[row, :, column], values[row, :, column])
 
     @_exclusive
     def known_tables(self) -> tuple[BlockTables, int | None]:
@@ -274,14 +358,14 @@ class Batch:
         for all, in the rows that its caller thinks."""
         self._settle()
         self._end_step()
+        self._read_moved()
         self._may_differ = True
         return self.tables, self._known
 
-    @_exclusive
+    @property
     def own_columns(self) -> np.ndarray:
-        """int64 [rows], the columns whose K/V are those of the row's tokens in a prompt alone, as
-        the model of the cache's identity computes them."""
-        self._read_positions(may_wait=True)
+        """int64 [rows], behind `known_tables` the columns whose K/V are those of the row's tokens
+        in a prompt alone, as the model of the cache's identity computes them."""
         every = np.full(self.rows, self.columns)
         return every if self._own is None else np.minimum(every, self._own)
 
@@ -289,7 +373,7 @@ class Batch:
         self, tables: BlockTables, identity: str, autocast: str | None, known: int | None
     ) -> None:
         """Begin with the rows of `tables`, whose first `known` columns are (None: all) known."""
-        self.identity, self.autocast, self._may_differ = identity, autocast, True
+        self.identity, self.autocast = identity, autocast
         self.tables, self._known = tables, known
 
     @_exclusive
@@ -315,13 +399,30 @@ class Batch:
         self._settle()
         batch = Batch(self.pool, self.backend, self.share_prompts)
         batch.tables = self.tables.select(rows)
-        batch._freed_rows = self._freed_among(rows)
-        batch.record_past, batch._known = self.record_past, self._known
-        batch._only_grows = self._only_grows
-        batch.may_hold_padding, batch.identity = self.may_hold_padding, self.identity
-        batch.autocast, batch._may_differ = self.autocast, True
-        batch._own = self._own_of(rows)
-        batch._idle, batch._has_completed = set(self._idle), self._has_completed
+        vars(batch).update({name: copy.copy(getattr(self, name)) for name in _KNOWN})
+        batch._freed_rows, batch._own = self._freed_among(rows), self._own_of(rows)
+        return batch
+
+    def packed(self) -> dict[str, Any]:
+        """All of it as what any process can unpickle: no lock, no pool and no model."""
+        tables, _ = self.known_tables()
+        pool, tokens = self.pool, tables.tokens
+        snapshot = Snapshot.take(pool, tokens.lengths, tables.tables, device=None)
+        return {
+            "pool": {"config": pool.whole_config, "block_size": pool.block_size}
+            | {"kv_dtype": pool.kv_dtype},
+            "batch": {"backend": self.backend, "share_prompts": self.share_prompts},
+            "known": {name: getattr(self, name) for name in _KNOWN},
+            "is_token": tokens.mask(),
+            "snapshot": vars(snapshot),
+        }
+
+    @classmethod
+    def unpacked(cls, parts: dict[str, Any]) -> Batch:
+        """What was `packed`, in a pool of its own."""
+        batch = cls(BlockPool(**parts["pool"]), **parts["batch"])
+        batch.tables = Snapshot(**parts["snapshot"]).place(batch.pool, Tokens.of(parts["is_token"]))
+        vars(batch).update(parts["known"])
         return batch
 
     @_exclusive
@@ -341,9 +442,11 @@ class Batch:
                 self.tables.truncate(remaining)
             if self._known is not None:
                 self._known = min(self._known, remaining)
+            self._read_moved()
             if self._own is not None:
-                self._own[self._own >= remaining] = ENDLESS
+                self._own = np.where(self._own < remaining, self._own, ENDLESS)
         self.tables.drop_outside_windows()
+        self._cut_at = self.columns
         self._end_step()
 
     @_exclusive
@@ -372,7 +475,7 @@ class Batch:
     def free_rows(self, rows: np.ndarray) -> None:
         """Give the blocks of `rows` back; whatever they are given from here on is not stored."""
         self.known_tables()
-        freed = np.zeros(self.rows, bool) if self._freed_rows is None else self._freed_rows.copy()
+        freed = self.freed_rows.copy()
         freed[rows] = True
         tokens = self.tables.tokens.without(rows)
         with self.pool.lock, self.pool.change:
@@ -400,24 +503,26 @@ class Batch:
         old, tables = self.tables, BlockTables(self.pool)
         self.tables, self.is_freed, self._outside = tables, for_good, None
         old.release()
-        self._known = self._own = self._freed_rows = self._blamed = None
-        self.may_hold_padding = False
-        self._ended.clear()
+        self._known = self._own = self._moved = self._freed_rows = self._blamed = None
+        self.may_hold_padding, self._cut_at = False, 0
 
     def _begin_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Step:
         rows, columns = keys.shape[0], keys.shape[2]
         before = self.tables.tokens
         is_first = not before.columns
-        self._read_positions(may_wait=False)
         if is_first:
             before = Tokens.none(rows)
-            self._known = self._own = self._freed_rows = None
-            self._ended.clear()
+            self._known = self._own = self._moved = self._freed_rows = None
             self.may_hold_padding, self.identity = False, self.pool.identity()
             self.autocast, self._may_differ = autocast_dtype(), False
-        elif columns > 1 or self._may_differ:  # decode steps follow one that was looked at
+        elif columns > 1 or self._may_differ:  # other steps follow one that was looked at
             self._may_differ = self.pool.identity() != self.identity
-        differs = self._may_differ or autocast_dtype() != self.autocast or self.pool.is_altered()
+        differs = (
+            self._may_differ
+            or autocast_dtype() != self.autocast
+            or self.pool.is_altered()
+            or is_on_embeddings()
+        )
         if self._freed_rows is not None and columns > 1:
             raise RuntimeError(
                 "Rows of this cache have been freed, so it cannot go on with more than the token "
@@ -435,87 +540,64 @@ class Batch:
             )
         if is_fork:
             before = before.select(np.zeros(rows, np.int64))
-        # A step that begins without its mask may have to be undone, or done with fewer rows.
-        may_begin = self._only_grows and not is_first and not self.pool.stateful_layers
-        new = self._new_tokens(rows, columns, may_begin and columns == 1)
-        step = Step(before, before.extend(columns, new), new)
+        mask = self._noted_mask()
+        new, hidden = self._read(mask, before, rows, columns)
+        ended = None if hidden is None or self.record_past else _ended(before, hidden, new)
+        if ended is not None:
+            assert hidden is not None
+            self._note_mixed(int(ended.any(0).argmax()))
+            before, hidden = before.hide(ended), hidden & ~ended
+        step = Step(before, before.extend(columns, new), new, hidden, mask)
         sharing = None
         if self.share_prompts and is_first and rows > 1:
             states = step.unpad(keys.detach()), step.unpad(values.detach())
             sharing = find_sharing(step, *states, self.pool.block_size)
         behind = set(self.pool.group_of_layer) - self._idle
-        thread = threading.current_thread()
+        thread, is_by_hand = threading.current_thread(), calling_module() is None
+        self.num_steps += 1
         # From here on the step is under way, and rolled back if it fails.
-        self.step, self._sharing, self._thread = step, sharing, thread
+        self.step, self._sharing = step, sharing
+        self._thread, self._is_by_hand = thread, is_by_hand
+        self._shown = None
+        if mask is not None and mask.padding is not None and len(mask.padding) == rows:
+            is_exact = step.hidden is None and self._freed_rows is None
+            self._shown = (step.after, mask.padding) if is_exact else None
         self._behind, self._before = behind, self.tables.tokens
         if is_first:
             self.tables = BlockTables(self.pool, rows)
         elif is_fork:
             self._replace_tables(np.zeros(rows, np.int64))
+        if ended is not None:
+            self._whole = self.tables.select(np.arange(rows))
+            self.tables.end_rows(before)
         if differs:
             self._limit_own(np.ones(rows, bool), step.before.columns)
-        try:
-            self.tables.append(step.after, self.record_past, sharing)
-        except PoolExhausted:
-            new = self._read_masks(step)  # a row that does not grow after all needs no block
-            if new is None:
-                raise
-            self.step = step = Step(before, before.extend(columns, new), new)
-            self.tables.append(step.after, self.record_past)
+        self.tables.append(step.after, self.record_past, sharing)
         self._make_group_steps()
         self._pass_over(layer)
         if is_debugging():
             self.pool.check()
         return step
 
-    def _read_masks(self, step: Step) -> np.ndarray | None:
-        """Read the masks that the step has begun without.
+    def _note_mixed(self, column: int) -> None:
+        """From this column on a row's K/V may be of more or less than its own past alone."""
+        self._known = column if self._known is None else min(self._known, column)
 
-        Returns:
-            bool [rows, columns], which new columns are tokens, if the step took more for tokens.
-
-        Raises:
-            RuntimeError: one hides tokens, which a layer has seen.
-            ValueError: one shows a column that was padding and is not stored.
-        """
-        if self._unread is None:
-            return None
-        unread, self._unread = self._unread, None
-        self._only_grows = False
-        facts = [padding.read() for padding in unread]
-        hides_tokens = any(fact.hides_tokens for fact in facts)
-        if hides_tokens and any(padding.was_guessed for padding in unread):
-            raise RuntimeError(
-                "The attention_mask hides tokens that it did not hide before, and the step began "
-                "before the device had passed it on; the step is undone, so run it once more: then "
-                "the mask is read first."
-            )
-        if hides_tokens:
-            self._note_mixed()
-        new = self._stored(facts[0].new_tokens, len(step), step.columns)
-        all_grow = self._all_grow(new)
-        self._only_grows = all_grow and not hides_tokens
-        return None if all_grow else new
-
-    def _note_mixed(self) -> None:
-        """From here on a row's K/V may be of more or less than its own past alone."""
-        if self._known is None:
-            self._known = self.columns
-
-    def _read_positions(self, may_wait: bool) -> None:
-        """Note from which ended step on rows have other positions than in a prompt alone."""
-        while self._ended and (may_wait or self._ended[0].positions_have_arrived()):
-            step = self._ended.popleft()
-            self._limit_own(step.moved_rows(), step.before.columns)
-
-    def _limit_own(self, rows: np.ndarray, columns: int) -> None:
-        """Of the rows (bool [rows]) from column `columns` on K/V are of more than the tokens."""
+    def _limit_own(self, rows: np.ndarray, column: int) -> None:
+        """From this column on K/V of the rows (bool [rows]) do not follow from their tokens."""
         if rows.any():
             own = np.full(len(rows), ENDLESS) if self._own is None else self._own
-            self._own = np.where(rows, np.minimum(own, columns), own)
+            self._own = np.where(rows, np.minimum(own, column), own)
+
+    def _read_moved(self) -> None:
+        """Note which rows have got other positions than in a prompt alone."""
+        if self._moved is not None:
+            column, moved = self._moved
+            self._limit_own(moved.cpu().numpy(), column)
+            self._moved = None
 
     def _own_of(self, rows: np.ndarray) -> np.ndarray | None:
-        self._read_positions(may_wait=True)
+        self._read_moved()
         return None if self._own is None else self._own[rows]
 
     def _make_group_steps(self) -> None:
@@ -529,7 +611,9 @@ class Batch:
         """Give rows that turn out to differ from their leader blocks of their own."""
         if len(rows):
             assert self._sharing is not None
-            self.tables.unshare(rows)
+            parting = np.zeros((len(self.tables.tokens), 1), bool)
+            parting[rows] = True
+            self.tables.unshare([parting] * len(self.pool.groups))
             self._sharing.drop(rows)
             self._make_group_steps()
 
@@ -552,8 +636,22 @@ class Batch:
             self._behind -= self._idle
 
     def _settle(self) -> None:
-        """Roll back the step that a failed forward has left unfinished."""
+        """Roll back the step that a failed forward has left unfinished.
+
+        Raises:
+            RuntimeError: the forward has not failed: the caller is in the middle of it.
+        """
+        if self._behind and not self._is_by_hand and self._is_under_way():
+            raise RuntimeError(
+                "A layer or a hook has called this in the middle of a forward of this PagedCache, "
+                "when its layers hold different tokens; do it before or behind the forward."
+            )
+        self._undo_unfinished()
+
+    def _undo_unfinished(self) -> None:
         self._check_usable()
+        if self.step is not None and self.step.is_custom:
+            self._note_mixed(self.step.before.columns)
         if self._behind and self.step is not None:
             behind, is_unexplained = self._behind, not self._has_failed and not self._has_completed
             if is_unexplained and behind == self._blamed:
@@ -611,6 +709,9 @@ class Batch:
     def _roll_back(self, step: Step) -> None:
         self._is_torn = bool(self.pool.stateful_layers)
         rows, columns = len(self._before), step.before.columns
+        if self._whole is not None:
+            ended, self.tables, self._whole = self.tables, self._whole, None
+            ended.release()
         self.tables.truncate(columns)
         if len(self.tables.tokens) != rows and columns:
             self._replace_tables(np.zeros(rows, np.int64))
@@ -624,13 +725,19 @@ class Batch:
         behind: set[int] = set()
         if self.step is not None:
             self.step.is_current = False
-            if not self._behind:
-                self._ended.append(self.step)
+            if self.step.moved is not None and not self._behind:
+                column, moved = self._moved or (self.step.before.columns, self.step.moved)
+                self._moved = column, moved | self.step.moved
+                if not moved.is_cuda:
+                    self._read_moved()
         self.step, self._behind, self._has_failed = None, behind, False
-        self._sharing, self._unread, self._group_steps = None, None, []
-        longer, self._longer = self._longer, None
-        if longer is not None:
-            longer.release()
+        self._sharing, self._group_steps = None, []
+        self._drop_whole()
+
+    def _drop_whole(self) -> None:
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            whole.release()
 
     def _replace_tables(self, rows: np.ndarray) -> None:
         old, tables = self.tables, self.tables.select(rows)
@@ -643,9 +750,8 @@ class Batch:
         freed = None if self._freed_rows is None else self._freed_rows[rows]
         return None if freed is None or not freed.any() else freed
 
-    def _new_tokens(self, rows: int, columns: int, may_begin: bool) -> np.ndarray | None:
-        """bool [rows, columns], which columns are stored, None if all; or will be, if the step
-        `may_begin` without its mask."""
+    def _noted_mask(self) -> LazyMask | None:
+        """The mask of the step that begins, None where our mask function made none."""
         reference = self._masks.get(threading.get_ident())
         mask = None if reference is None else reference()
         if mask is not None and mask.kv_offset + mask.kv_length - mask.shape[2] != self.columns:
@@ -653,25 +759,64 @@ class Batch:
                 "The cache is not as long as when the mask of this forward was made; if several "
                 "threads use it, give each a fork() of its own."
             )
+        return mask
+
+    def _read(
+        self, mask: LazyMask | None, before: Tokens, rows: int, columns: int
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """What the mask of a step says.
+
+        Returns:
+            bool [rows, columns], which new columns are stored, None if all are; and bool [rows,
+            past columns], which stored tokens it hides, None if none.
+
+        Raises:
+            ValueError: it shows a column that is not stored.
+        """
         self.may_hold_padding |= mask is None
         padding = None if mask is None else mask.padding
-        if padding is not None and may_begin and not padding.has_arrived():
-            self._unread = [padding]
-            return self._stored(None, rows, columns)
-        facts = None if padding is None else padding.read()
-        hides_tokens = facts is not None and facts.hides_tokens
-        if hides_tokens or (mask is not None and mask.among_tokens is None):
-            self._note_mixed()
-        new = self._stored(None if facts is None else facts.new_tokens, rows, columns)
-        self._only_grows = not hides_tokens and self._all_grow(new)
-        return new
+        new = hidden = None
+        if padding is not None and before.columns and len(padding) != rows:
+            raise self._wrong_rows(len(padding))
+        if padding is not None and len(padding) == rows:
+            past, new = self._download(padding, columns)
+            hidden = None if past is None else self._hidden(before, past)
+        if hidden is not None or (mask is not None and mask.among_tokens is None):
+            self._note_mixed(before.columns)
+        return self._stored(new, rows, columns), hidden
 
-    def _all_grow(self, new: np.ndarray | None) -> bool:
-        """Whether the last new column is a token in every row that has not been freed."""
-        if new is None:
-            return True
-        grow = new[:, -1] if self._freed_rows is None else new[:, -1] | self._freed_rows
-        return bool(grow.all())
+    def _download(
+        self, padding: torch.Tensor, columns: int
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """A 2-D mask on the host: its past, None if it shows what is stored, and its new columns.
+
+        The past is compared where it is, so that a decode step brings a few bytes to the host.
+        """
+        past, new = padding.split([padding.shape[1] - columns, columns], dim=1)
+        tokens, shown = self._shown or (None, past)
+        if tokens is self.tables.tokens and (shown.shape, shown.device) == (
+            past.shape,
+            past.device,
+        ):
+            flat = torch.cat([(past != shown).any()[None], new.reshape(-1)]).cpu().numpy()
+            if not flat[0]:
+                return None, flat[1:].reshape(new.shape)
+        whole = padding.cpu().numpy()
+        return whole[:, : past.shape[1]], whole[:, past.shape[1] :]
+
+    def _hidden(self, before: Tokens, past: np.ndarray) -> np.ndarray | None:
+        """bool [rows, columns], the stored tokens that a mask's `past` hides; None if none."""
+        stored = before.mask()
+        if self._freed_rows is not None:
+            past = past & ~self._freed_rows[:, None]
+        if (past & ~stored).any():
+            raise ValueError(
+                "The attention_mask shows columns that were padding when they were computed, or "
+                "that an earlier mask hid at a row's end, which a PagedCache does not keep; pass "
+                "the same mask for them again, or fork() the cache before it hides them."
+            )
+        hidden = stored & ~past
+        return hidden if hidden.any() else None
 
     def _stored(self, new: np.ndarray | None, rows: int, columns: int) -> np.ndarray | None:
         """bool [rows, columns], which of the `new` tokens are stored; None if all columns are."""
@@ -683,10 +828,12 @@ class Batch:
         return new
 
     def _wrong_rows(self, rows: int) -> ValueError:
-        return ValueError(
-            f"The cache holds {self.rows} rows, the input has {rows}; a cache of one row serves "
-            "any number, any other must get the rows that it holds."
-        )
+        repeats, rest = divmod(rows, self.rows)
+        if rest or not repeats:
+            what = "a cache of one row serves any number, any other must get the rows that it holds"
+        else:
+            what = f"call batch_repeat_interleave({repeats}) first, for beams or return sequences"
+        return ValueError(f"The cache holds {self.rows} rows, the input has {rows}; {what}.")
 
     def _check_thread(self) -> None:
         thread = self._thread
@@ -707,6 +854,18 @@ class Batch:
                 f"A forward or a move was cut short, and layers {self.pool.stateful_layers} keep "
                 "states that cannot be rolled back as K/V can; reset() the cache."
             )
+
+
+def _ended(before: Tokens, hidden: np.ndarray, new: np.ndarray | None) -> np.ndarray | None:
+    """Of the `hidden` stored tokens those at the ends of rows that now go on; None if none.
+
+    They are what generate fed to rows that had ended: no text goes on behind tokens that it hides.
+    """
+    shown = before.mask() & ~hidden
+    is_behind = ~np.flip(np.logical_or.accumulate(np.flip(shown, 1), 1), 1)
+    goes_on = True if new is None else new.any(1, keepdims=True)
+    ended = hidden & is_behind & goes_on
+    return ended if ended.any() else None
 
 
 def _check_states(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

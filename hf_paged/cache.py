@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
 from types import TracebackType
@@ -20,9 +22,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from .arguments import check_count, padding_mask, row_numbers, token_ids
 from .backends import backend_for, check_backend
 from .batch import Batch
-from .layers import PagedLayer, check_crop, copy_states, make_layers
+from .edit import edit
+from .layers import PLAIN, check_crop, copy_states, make_layers, states_of
 from .pool import BlockPool
 from .report import CacheReport, block_map
 from .snapshot import Snapshot
@@ -104,6 +108,12 @@ class PagedCache(DynamicCache):
         """`autocast_dtype` when the first token was stored."""
         return self._batch.autocast
 
+    @property
+    def own_columns(self) -> np.ndarray:
+        """int64 [rows], the columns of each row whose K/V follow from its tokens and the identity:
+        none from the first that had another position, a hook, or a changed model."""
+        return self._batch.own_columns
+
     def known_tables(self) -> tuple[BlockTables, int | None]:
         """The block tables, and the columns whose K/V are those of the caller's sequences.
 
@@ -112,15 +122,20 @@ class PagedCache(DynamicCache):
         """
         return self._batch.known_tables()
 
-    def own_columns(self) -> np.ndarray:
-        """int64 [rows], the columns whose K/V follow from the row's tokens and the identity: none
-        from the first other position, hook, autocast or change of the model on."""
-        return self._batch.own_columns()
-
     @property
     def may_hold_padding(self) -> bool:
         """Whether padding may be stored, as a model without our mask function has it stored."""
         return self._batch.may_hold_padding
+
+    @property
+    def freed_rows(self) -> np.ndarray:
+        """bool [rows], whose blocks `free_rows` has given back."""
+        return self._batch.freed_rows
+
+    @property
+    def num_steps(self) -> int:
+        """Forwards that have begun on this cache."""
+        return self._batch.num_steps
 
     def _set_batch(self, batch: Batch) -> None:
         self._batch = batch
@@ -153,13 +168,9 @@ class PagedCache(DynamicCache):
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
         """(keys, values, window) of each layer, as DynamicCache yields them."""
-        for layer in self.layers:
-            window = getattr(layer, "_window", None)
-            yield (
-                getattr(layer, "keys", None),
-                getattr(layer, "values", None),
-                None if window is None else torch.tensor(window),
-            )
+        for layer in self.layers:  # of which recurrent ones have none of these
+            names = ("keys", "values", "_sliding_window_tensor")
+            yield tuple(getattr(layer, name, None) for name in names)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens (columns) of every row, and what no window reaches any more.
@@ -168,30 +179,49 @@ class PagedCache(DynamicCache):
             tokens_to_remove: minus the number of tokens, as transformers passes it.
 
         Raises:
-            ValueError: it is positive, or there are not that many tokens.
+            ValueError: it is positive or no whole number, or there are not that many tokens.
             RuntimeError: a window has moved past the tokens that would be needed again, or a layer
                 keeps states that cannot be rolled back (recurrent ones never can).
         """
-        tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
-        if tokens_to_remove > 0:
+        try:
+            count = -operator.index(tokens_to_remove)  # some versions of generate pass a tensor
+        except TypeError:
+            count = -1
+        if count < 0:
             raise ValueError(
-                f"crop takes minus the number of tokens to remove, not {tokens_to_remove}."
+                f"crop takes minus the number of tokens to remove, not {tokens_to_remove!r}."
             )
         for layer in self._stateful_layers():
-            check_crop(layer, -tokens_to_remove)
-        self._batch.crop(-tokens_to_remove)
+            check_crop(layer, count)
+        self._batch.crop(count)
         for layer in self._stateful_layers():
-            layer.crop(tokens_to_remove)
+            layer.crop(-count)
         self._batch.rejoin()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make row i what row `beam_idx[i]` is now; moves table entries, never K/V."""
+        """Make row i what row `beam_idx[i]` is now; moves table entries, never K/V.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        rows = self._row_numbers(beam_idx)
         self._batch.note_move()
-        self.batch_select_indices(beam_idx)
+        self._select(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`, in that order; an index may repeat."""
-        rows = _row_numbers(indices)
+        """Keep the rows `indices`, in that order; an index may repeat.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        self._select(self._row_numbers(indices))
+
+    def _row_numbers(self, indices: Any) -> np.ndarray:
+        """Those that `indices` are; an empty cache has none, whatever is chosen of it."""
+        rows = self._batch.rows
+        return row_numbers(indices, rows) if rows else np.arange(0)
+
+    def _select(self, rows: np.ndarray) -> None:
         self._batch.select(rows)
         for layer in self._stateful_layers():
             _select_states(layer, rows)
@@ -199,7 +229,8 @@ class PagedCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make each row `repeats` rows, one after the other, that share every block."""
-        self.batch_select_indices(torch.arange(self._batch.rows).repeat_interleave(repeats))
+        check_count("repeats", repeats)
+        self._select(np.arange(self._batch.rows).repeat(repeats))
 
     def reset(self) -> None:
         """Give all blocks back; the cache is as new."""
@@ -210,10 +241,9 @@ class PagedCache(DynamicCache):
 
     def fork(self, n: int = 1) -> PagedCache:
         """A new cache that shares every block; its rows are these rows, each n times in a row."""
-        if not isinstance(n, int) or n < 1:
-            raise ValueError(f"n must be a whole number of at least 1, not {n!r}.")
+        check_count("n", n)
         rows = np.arange(self._batch.rows).repeat(n)
-        forked = copy.copy(self)
+        forked = copy.copy(self)  # a subclass may have more attributes
         forked._set_batch(self._batch.forked(rows))
         added = self.layers[len(forked.layers) :]  # some models make more layers of their own
         forked.layers += copy.deepcopy(added)
@@ -223,8 +253,55 @@ class PagedCache(DynamicCache):
             _select_states(target, rows)
         return forked
 
+    def __copy__(self) -> PagedCache:
+        alias = type(self).__new__(type(self))
+        vars(alias).update(vars(self))
+        return alias
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         return self.fork()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the rows and copies of their blocks, without the pool and its model."""
+        own = {
+            name: value for name, value in vars(self).items() if name not in ("_batch", "layers")
+        }
+        added = self.layers[len(self.pool.plain_layers) :]
+        states = [states_of(layer) for layer in self._stateful_layers() if layer not in added]
+        return {"batch": self._batch.packed(), "states": states, "added": added, "own": own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A cache in a pool of its own, that grows; K/V are on the devices that they were on."""
+        self._set_batch(Batch.unpacked(state["batch"]))
+        for layer, states in zip(self.layers, state["states"], strict=True):
+            vars(layer).update(states)
+        self.layers += state["added"]
+        vars(self).update(state["others"])
+
+    def edit(self, layer: int) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
+        """Change what a layer holds: K/V go out as ordinary tensors and come back at the end.
+
+            with cache.edit(3) as (keys, values):
+                values[:, :, :5] *= 0.5
+
+        The tensors are what `layers[layer].keys` and `.values` show, [rows, kv_heads, columns,
+        head_dim] in the model's dtype, of a window its last columns. Change them in place, as names
+        that are bound to others come to nothing. Blocks that other rows, forks or known prefixes
+        hold too are copied first, so these stay as they are. What is written to columns of padding
+        is passed over: they are not stored. `insert_prefix` leaves out edited tokens and what is
+        behind them. If the body raises, nothing is written.
+
+        Args:
+            layer: the number of the layer.
+
+        Raises:
+            ValueError: the layer keeps no K/V in blocks, or the tensors have got another shape,
+                dtype or device.
+            RuntimeError: there are no K/V yet, the cache was freed or moved out, its tokens have
+                changed meanwhile, or this is called in the middle of a forward.
+            PoolExhausted: too few blocks are free for the copies; nothing was written.
+        """
+        return edit(self._batch, layer)
 
     def prefill(
         self,
@@ -243,7 +320,8 @@ class PagedCache(DynamicCache):
 
         Args:
             model: the model, which is run without its head.
-            input_ids: int64 [rows, tokens], whole prompts; what the cache holds is passed over.
+            input_ids: whole numbers [rows, tokens], whole prompts, in a tensor, an array or lists;
+                what the cache holds is passed over.
             attention_mask: [rows, tokens], 0 where a column is padding.
             chunk_size: tokens in one forward; None takes all at once.
             kwargs: what else the model's forward takes; `..._ids` of each token go in chunks too.
@@ -252,14 +330,20 @@ class PagedCache(DynamicCache):
             This cache.
 
         Raises:
-            ValueError: the prompts are shorter than what the cache holds, or the model counts the
-                positions of images in whole prompts and is to get chunks.
+            ValueError: an argument is of another kind, the prompts are shorter than what the cache
+                holds, or the model counts the positions of images in whole prompts and is to get
+                chunks.
         """
-        if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-            raise ValueError(
-                f"chunk_size must be a whole number of at least 1, not {chunk_size!r}."
-            )
-        body = unwrapped(model).base_model
+        if chunk_size is not None:
+            check_count("chunk_size", chunk_size)
+        body = getattr(unwrapped(model), "base_model", None)
+        if body is None:
+            raise ValueError(f"model must be a transformers model, not {type(model).__name__}.")
+        ids = token_ids("input_ids", input_ids)
+        input_ids = ids if isinstance(input_ids, torch.Tensor) else ids.to(body.device)
+        if attention_mask is not None:
+            mask = padding_mask(attention_mask, tuple(ids.shape))
+            attention_mask = mask.to(input_ids.device, torch.long)
         start, last = self.get_seq_length(), input_ids.shape[1] - 1
         if start > input_ids.shape[1]:
             raise ValueError(
@@ -280,6 +364,8 @@ class PagedCache(DynamicCache):
         ):
             kwargs.setdefault("position_ids", (attention_mask.cumsum(-1) - 1).clamp(min=0))
         of_tokens = [name for name in kwargs if name.endswith("_ids")]
+        for name in of_tokens:
+            kwargs[name] = torch.as_tensor(kwargs[name], dtype=torch.long, device=input_ids.device)
         while start < last:
             stop = last if chunk_size is None else min(start + chunk_size, last)
             inputs = {**kwargs, **cache_argument(body, self)}
@@ -297,7 +383,12 @@ class PagedCache(DynamicCache):
         """Move K/V to `device` and give all blocks back, until `restore`.
 
         Blocks that other caches share stay where they are, and are copied.
+
+        Raises:
+            ValueError: the device holds no data.
         """
+        if torch.device(device).type == "meta":
+            raise ValueError("K/V cannot be moved to the meta device, which holds no data.")
         self._batch.move_out(device)
 
     def restore(self) -> None:
@@ -322,13 +413,13 @@ class PagedCache(DynamicCache):
             )
         tables, known = self.known_tables()
         tokens = tables.tokens
-        own = int(self.own_columns().min(initial=tokens.columns))
+        snapshot = Snapshot.take(self.pool, tokens.lengths, tables.tables)
+        own = int(self.own_columns.min(initial=tokens.columns))
         if own < tokens.columns:
             known = own if known is None else min(known, own)
-        snapshot = Snapshot.take(self.pool, tokens.lengths, tables.tables)
         snapshot.facts |= {"known": known, "may_hold_padding": self.may_hold_padding}
         snapshot.facts["autocast"] = self.autocast
-        snapshot.arrays["is_token"] = tokens.mask()
+        snapshot.arrays |= {"is_token": tokens.mask(), "freed_rows": self.freed_rows}
         snapshot.save(path, self.pool, "cache", self.identity or self.pool.identity())
 
     @classmethod
@@ -344,33 +435,44 @@ class PagedCache(DynamicCache):
         Raises:
             ValueError: the file is damaged, or of another model.
         """
+        BlockPool(config)  # what is wrong with the config is not the file's fault
         snapshot, pool = Snapshot.load(path, "cache", partial(BlockPool, config))
         mask, known = snapshot.arrays.get("is_token"), snapshot.facts.get("known", -1)
         lengths = snapshot.lengths
+        freed = snapshot.arrays.get("freed_rows", lengths < 0)  # older files have none
         if (
             mask is None
             or (mask.dtype, mask.ndim, len(mask)) != (bool, 2, len(lengths))
             or (mask.sum(1) != lengths).any()
             or (mask.shape[1] and not len(mask))
             or not (known is None or (isinstance(known, int) and 0 <= known <= mask.shape[1]))
+            or (freed.dtype, freed.shape) != (bool, lengths.shape)
+            or lengths[freed].any()
         ):
             raise ValueError(f"{path} cannot be loaded: its rows are not those of a cache.")
         tokens = Tokens.of(mask)
         tables = snapshot.place(pool, tokens)
         if tables.missing():
             raise ValueError(f"{path} cannot be loaded: a row lacks blocks that it needs.")
-        cache = cls.holding(
-            tables, snapshot.facts["identity"], snapshot.facts.get("autocast"), known
-        )
+        facts = snapshot.facts
+        cache = cls.holding(tables, facts["identity"], facts.get("autocast"), known)
         cache._batch.may_hold_padding = bool(snapshot.facts.get("may_hold_padding", True))
+        if freed.any():
+            cache.free_rows(freed)
         return cache
 
-    def free_rows(self, rows: torch.Tensor) -> None:
+    def free_rows(self, rows: torch.Tensor | np.ndarray) -> None:
         """Give the blocks of rows that have ended back; what they are given later is not stored.
 
         The rows stay in the batch, and attention gives zeros for them.
+
+        Args:
+            rows: their numbers, or a bool for each row.
+
+        Raises:
+            IndexError: there is no such row.
         """
-        self._batch.free_rows(_row_numbers(rows))
+        self._batch.free_rows(row_numbers(rows, self._batch.rows))
 
     def free(self) -> None:
         """Give all blocks back now; the cache cannot be used any more."""
@@ -436,7 +538,7 @@ class PagedCache(DynamicCache):
 
     def _stateful_layers(self) -> list[Any]:
         """The layers that keep something outside of the blocks."""
-        return [layer for layer in self.layers if type(layer) is not PagedLayer]
+        return [layer for layer in self.layers if type(layer) not in PLAIN]
 
 
 def unwrapped(model: torch.nn.Module) -> Any:
@@ -455,12 +557,6 @@ def cache_argument(model: torch.nn.Module, cache: PagedCache) -> dict[str, Paged
     return {"cache" if "cache" in argument_names(model) else "past_key_values": cache}
 
 
-def _row_numbers(indices: torch.Tensor) -> np.ndarray:
-    """int64, the rows that `indices` are, or where it is True."""
-    rows = np.asarray(torch.as_tensor(indices).cpu())
-    return np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64).reshape(-1)
-
-
 def encoder_decoder_cache(config: PreTrainedConfig, **kwargs: Any) -> EncoderDecoderCache:
     """The cache of an encoder-decoder model: self-attention in blocks, cross-attention as it is.
 
@@ -472,7 +568,8 @@ def encoder_decoder_cache(config: PreTrainedConfig, **kwargs: Any) -> EncoderDec
         config: the model's config.
         kwargs: what else `PagedCache` takes.
     """
-    return EncoderDecoderCache(PagedCache(config=config, **kwargs), DynamicCache(config=config))
+    own = PagedCache(config=config, **kwargs)
+    return EncoderDecoderCache(own, DynamicCache(config=getattr(config, "config", config)))
 
 
 def _select_states(layer: Any, rows: np.ndarray) -> None:

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
 from .batch import Batch
+from .edit import assign, edit
 from .geometry import cross_layers
-from .view import LayerPages
+from .pool import LayerStorage
+from .view import LayerPages, ReadOnly, gather
 
 
 # A compiled forward breaks its graph here, and gets ordinary numbers and tensors: it can neither
 # trace what is decided on the host nor hold a view.
 @torch.compiler.disable
-def _columns(batch: Batch) -> int:
-    return batch.columns
+def _columns(batch: Batch, index: int) -> int:
+    return batch.tokens_of(index).columns
 
 
 @torch.compiler.disable
-def _mask_sizes(batch: Batch, queries: int, window: int | None) -> tuple[int, int]:
-    length, offset = batch.mask_sizes(queries, window)
+def _mask_sizes(batch: Batch, index: int, queries: int) -> tuple[int, int]:
+    length, offset = batch.mask_sizes(index, queries)
     return int(length), offset
 
 
@@ -43,23 +47,29 @@ def _updated(
     return pages.tensors()
 
 
+@torch.compiler.disable
+def _read(batch: Batch, index: int, part: Literal["keys", "values"]) -> torch.Tensor | None:
+    """A copy of a layer's K or V, [rows, kv_heads, columns, head_dim]; None if it has had none."""
+    if not batch.can_read(index):
+        return None
+    storage = batch.storage(index)
+    assert storage is not None
+    return gather(getattr(storage, part), batch.shown_slots(index)).to(storage.given_dtype)
+
+
 class PagedLayer(DynamicLayer):
     """Keys and values of one layer, in the blocks of the cache's pool.
 
     What moves rows or drops tokens does so in the block tables, for all layers at once: the cache's
-    own methods do that, and those of a layer have nothing left to do.
+    own methods do that, and those of a layer raise.
     """
 
     is_compileable = False
     is_croppable = True
-    supports_early_init = False
+    is_sliding = False
 
-    def __init__(self, batch: Batch, index: int, window: int | None):
-        self._batch, self._index, self._window = batch, index, window
-
-    @property
-    def is_sliding(self) -> bool:  # type: ignore[override]
-        return self._window is not None
+    def __init__(self, batch: Batch, index: int):
+        self._batch, self._index = batch, index
 
     @property
     def is_initialized(self) -> bool:
@@ -70,26 +80,46 @@ class PagedLayer(DynamicLayer):
         return self._batch.rows or -1
 
     @property
-    def record_past(self) -> bool:
-        """Whether tokens that leave the window are kept until the next `crop`."""
-        return self._batch.record_past
-
-    @record_past.setter
-    def record_past(self, value: bool) -> None:
-        self._batch.record_past = value
-
-    def activate_past_recording(self) -> None:
-        self.record_past = True
+    def device(self) -> torch.device:  # type: ignore[override]
+        """That of the layer's blocks; AttributeError before there are any, as in transformers."""
+        return self._of_storage("device").keys.device
 
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """A copy of the keys that the next query can see, as DynamicCache would hold them."""
-        return self._batch.read(self._index)[0] if self.is_initialized else None
+    def dtype(self) -> torch.dtype:
+        """That of K/V as the model computes them; AttributeError before there are any."""
+        return self._of_storage("dtype").given_dtype
+
+    def _of_storage(self, name: str) -> LayerStorage:
+        storage = self._batch.storage(self._index)
+        if storage is None:
+            raise AttributeError(f"Layer {self._index} has had no K/V, so no {name} is known.")
+        return storage
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """A copy of the values that the next query can see."""
-        return self._batch.read(self._index)[1] if self.is_initialized else None
+    def keys(self) -> torch.Tensor | None:
+        """A copy of the keys that DynamicCache would hold, which cannot be written to."""
+        return self._copy("keys")
+
+    @keys.setter
+    def keys(self, states: torch.Tensor | None) -> None:
+        with edit(self._batch, self._index) as (keys, _):
+            assign(keys, states)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """A copy of the values that DynamicCache would hold, which cannot be written to."""
+        return self._copy("values")
+
+    @values.setter
+    def values(self, states: torch.Tensor | None) -> None:
+        with edit(self._batch, self._index) as (_, values):
+            assign(values, states)
+
+    def _copy(self, part: Literal["keys", "values"]) -> torch.Tensor | None:
+        states = _read(self._batch, self._index, part)
+        if states is None or torch.compiler.is_compiling():
+            return states
+        return ReadOnly(states, f"with cache.edit({self._index}) as (keys, values): ...")
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Blocks are taken by `update`."""
@@ -107,41 +137,102 @@ class PagedLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         if torch.compiler.is_compiling():
-            return _columns(self._batch)
-        return self._batch.columns
-
-    def get_max_length(self) -> int:
-        return -1 if self._window is None else self._window
+            return _columns(self._batch, self._index)
+        return self._batch.tokens_of(self._index).columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if torch.compiler.is_compiling():
-            return _mask_sizes(self._batch, query_length, self._window)
-        return self._batch.mask_sizes(query_length, self._window)
+            return _mask_sizes(self._batch, self._index, query_length)
+        return self._batch.mask_sizes(self._index, query_length)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """The cache does it."""
+        raise self._not_alone("crop(...)")
 
     def reset(self) -> None:
+        raise self._not_alone("reset()")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise self._not_alone("reorder_cache(...)")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise self._not_alone("batch_repeat_interleave(...)")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise self._not_alone("batch_select_indices(...)")
+
+    def offload(self) -> None:
+        raise self._not_alone("offload()")
+
+    def prefetch(self) -> None:
+        raise self._not_alone("restore()")
+
+    def _not_alone(self, call: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"Layers of a PagedCache share their block tables, so that layer {self._index} cannot "
+            f"do this alone; call cache.{call}."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """transformers' own layer with the same contents: blocks belong to whole caches."""
+        layer: Any = copy.deepcopy(self._batch.pool.plain_layers[self._index])
+        copy_states(self, layer)
+        if self.is_initialized:
+            layer.update(self.keys, self.values)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = self.get_seq_length()
+            layer.record_past = self._batch.record_past
+        return layer
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A layer is pickled as transformers' own, for the same reason."""
+        return copy.deepcopy(self).__reduce_ex__(protocol)
+
+
+class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
+    """That of a layer with a window, or with chunks."""
+
+    is_sliding = True
+
+    @property
+    def sliding_window(self) -> int:  # type: ignore[override]
+        """Tokens that a query may look back on, itself included."""
+        batch = self._batch
+        window = batch.pool.groups[batch.pool.group_of_layer[self._index]].window
+        assert window is not None
+        return window
+
+    @property
+    def _sliding_window_tensor(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.tensor(self.sliding_window, dtype=torch.long, device="cpu")
+
+    @property
+    def cumulative_length(self) -> int:  # type: ignore[override]
+        return self.get_seq_length()
+
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens that leave the window are kept until the next `crop`."""
+        return self._batch.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self._batch.record_past = value
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+
+class _FollowingLayer(PagedLayer):
+    """One whose other states are moved by methods that would move its K/V too."""
+
+    def crop(self, tokens_to_remove: int) -> None:
         """The cache does it."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """The cache does it."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DynamicLayer:
-        """transformers' own layer with the same K/V: blocks belong to whole caches."""
-        layer = (
-            DynamicLayer()
-            if self._window is None
-            else DynamicSlidingWindowLayer(sliding_window=self._window)
-        )
-        if self.keys is not None and self.values is not None:
-            layer.update(self.keys, self.values)
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.record_past = self.record_past
-        return layer
 
-
-class PagedIndexedLayer(DynamicIndexedLayer, PagedLayer):  # type: ignore[misc]
+class PagedIndexedLayer(DynamicIndexedLayer, _FollowingLayer):  # type: ignore[misc]
     """K/V in blocks; the indexer's keys of sparse attention as transformers keeps them."""
 
     def reset(self) -> None:
@@ -154,7 +245,23 @@ class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc,o
     """K/V in blocks; recurrent and convolution states as transformers keeps them."""
 
     is_compileable = False
-    get_max_length = PagedLayer.get_max_length
+    device: Any = None  # that of the states, which set it
+    dtype: Any = None
+
+
+class PagedHybridSlidingLayer(PagedHybridLayer, PagedSlidingLayer):  # type: ignore[misc,override]
+    """The same with a window."""
+
+
+# The layers that keep nothing outside of the blocks; and what stands for each of transformers'.
+PLAIN = (PagedLayer, PagedSlidingLayer)
+_KINDS: dict[Any, type[PagedLayer]] = {
+    DynamicLayer: PagedLayer,
+    DynamicSlidingWindowLayer: PagedSlidingLayer,
+    DynamicIndexedLayer: PagedIndexedLayer,
+    LinearAttentionAndFullAttentionLayer: PagedHybridLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: PagedHybridSlidingLayer,
+}
 
 
 class CrossLayer(DynamicLayer):
@@ -164,10 +271,14 @@ class CrossLayer(DynamicLayer):
         """Nothing: what is dropped are tokens."""
 
 
+def states_of(layer: Any) -> dict[str, Any]:
+    """All that a layer keeps outside of the blocks, by attribute."""
+    return {name: value for name, value in vars(layer).items() if name not in ("_batch", "_index")}
+
+
 def copy_states(source: Any, target: Any) -> None:
     """Give `target` a copy of all that the layer `source` keeps outside of the blocks."""
-    states = {name: value for name, value in vars(source).items() if name != "_batch"}
-    vars(target).update(copy.deepcopy(states))
+    vars(target).update(copy.deepcopy(states_of(source)))
 
 
 def check_crop(layer: Any, count: int) -> None:
@@ -195,22 +306,21 @@ def make_layers(batch: Batch) -> list[Any]:
         if index in crossing:
             layers.append(CrossLayer())
         elif index in pool.group_of_layer:
-            window = pool.groups[pool.group_of_layer[index]].window
-            layers.append(_paged(batch, index, window, own))
+            layers.append(_paged(batch, index, own))
         else:
             layers.append(copy.deepcopy(own))
     return layers
 
 
-def _paged(batch: Batch, index: int, window: int | None, own: Any) -> PagedLayer:
-    kind: type[PagedLayer] = PagedLayer
-    if isinstance(own, DynamicIndexedLayer):
-        kind = PagedIndexedLayer
-    elif isinstance(own, LinearAttentionLayer):
-        kind = PagedHybridLayer
-    layer = kind.__new__(kind)
-    if kind is not PagedLayer:
-        # Its states; its K/V attributes are hidden by our properties.
-        vars(layer).update(copy.deepcopy(vars(own)))
-    PagedLayer.__init__(layer, batch, index, window)
+def _paged(batch: Batch, index: int, own: Any) -> PagedLayer:
+    kind = _KINDS[type(own)]
+    layer: PagedLayer = kind.__new__(kind)
+    if kind not in PLAIN:
+        states = copy.deepcopy(vars(own))
+        vars(layer).update(  # its K/V are in blocks, where properties find them
+            (name, value)
+            for name, value in states.items()
+            if not isinstance(getattr(kind, name, None), property)
+        )
+    PagedLayer.__init__(layer, batch, index)
     return layer

@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from .arguments import check_count, token_ids
 from .circumstances import Watched, autocast_dtype, may_change_states
 from .fingerprint import (
     ExtraKey,
@@ -75,11 +76,16 @@ class PoolExhausted(RuntimeError):
 
     def __init__(self, needed: int, free: int, evictable: int, total: int, what: str):
         self.needed, self.free, self.evictable, self.total = needed, free, evictable, total
+        self._what = what
         super().__init__(
             f"The block pool is full: this step needs {needed} more blocks for {what}, but {free} "
             f"of {total} are free and {evictable} can be evicted; raise num_blocks or max_memory, "
             "or lower the batch size or max_new_tokens."
         )
+
+    def __reduce__(self) -> Any:
+        numbers = self.needed, self.free, self.evictable, self.total
+        return type(self), (*numbers, self._what), vars(self)
 
 
 class LayerStorage:
@@ -114,6 +120,27 @@ class LayerStorage:
         self.padded_keys, self.keys, self.key_slots = padded_keys, keys, key_slots
         self.padded_values, self.values, self.value_slots = padded_values, values, value_slots
 
+    def refusal(self, keys: torch.Tensor, values: torch.Tensor) -> str | None:
+        """Why K/V ([batch, kv_heads, tokens, head_dim]) cannot be stored here, None if they can."""
+        for name, stored, new in (("K", self.keys, keys), ("V", self.values, values)):
+            _, _, heads, dim = stored.shape
+            if new.shape[1] != heads or new.shape[3] != dim:
+                return (
+                    f"stores {name} of (kv_heads, head_dim) {(heads, dim)}, got "
+                    f"{(new.shape[1], new.shape[3])}; use a pool made for this model's config."
+                )
+            if new.dtype != self.given_dtype:
+                return (
+                    f"has had {name} of {self.given_dtype}, got {new.dtype}; use one dtype for all "
+                    "calls on a pool."
+                )
+            if new.device != stored.device:
+                return (
+                    f"stores {name} on {stored.device}, got a tensor on {new.device}; use one pool "
+                    "for each placement of the model."
+                )
+        return None
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the memory."""
@@ -139,7 +166,8 @@ class LayerStorage:
     def poison(self, blocks: np.ndarray) -> None:
         """Fill `blocks` with NaN, so that it shows if anybody reads what nobody has written."""
         for stored in (self.keys, self.values):
-            nan = torch.full((), torch.nan, device=stored.device).to(stored.dtype)
+            nan = torch.full((), torch.nan, dtype=torch.float32, device=stored.device)
+            nan = nan.to(stored.dtype)
             index = torch.from_numpy(blocks.copy()).to(stored.device)
             bits(stored)[index] = bits(nan)
 
@@ -338,9 +366,9 @@ class BlockPool:
         device: torch.device | str | None = None,
         kv_dtype: torch.dtype | None = None,
     ):
-        _check_count("block_size", block_size)
+        check_count("block_size", block_size)
         if num_blocks is not None:
-            _check_count("num_blocks", num_blocks)
+            check_count("num_blocks", num_blocks)
             if max_memory is not None:
                 raise ValueError("num_blocks and max_memory both bound the pool; pass one of them.")
         for name, kind in (("dtype", dtype), ("kv_dtype", kv_dtype)):
@@ -350,7 +378,7 @@ class BlockPool:
                     f"{kind!r}."
                 )
         model = config if isinstance(config, torch.nn.Module) else None
-        config = getattr(config, "config", config)
+        config = config if model is None else getattr(model, "config", model)
         if not isinstance(config, PreTrainedConfig):
             raise ValueError(
                 "config must be a model's PreTrainedConfig or the model, not "
@@ -390,6 +418,13 @@ class BlockPool:
         self.stateful_layers = stateful_layers(self.config)
         self.plain_layers = dynamic_layers(self.config)  # empty; what a cache's layers are made of
         self.index = PrefixIndex(self.groups, block_size)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A BlockPool, which holds the K/V of all its caches, is neither pickled nor copied: "
+            "pickle or fork() a PagedCache, keep known prefixes by save_prefixes(path), or make a "
+            "new BlockPool."
+        )
 
     @property
     def home(self) -> torch.device | None:
@@ -466,22 +501,24 @@ class BlockPool:
         assistant or prompt lookup takes no cache that already holds tokens.
 
         Args:
-            input_ids: whole numbers [rows, tokens], the prompts, padded on the left.
+            input_ids: whole numbers [rows, tokens], the prompts, padded on the left; a tensor, an
+                array or lists.
             attention_mask: [rows, tokens], 0 where a column is padding.
             extra_key: what else the K/V depend on or must not be shared across (a tenant, the hash
                 of an image): text, an int, bytes, or a tuple of these.
             num_return_sequences: how many rows of the cache each prompt gets.
 
         Raises:
-            ValueError: padding on the right, images or sounds without an extra_key, or a model
-                whose prefixes cannot be reused exactly (recurrent layers, rotary embeddings that
-                depend on the whole length or on the last prompt).
+            ValueError: arguments of another kind, padding on the right, images or sounds without an
+                extra_key, or a model whose prefixes cannot be reused exactly (recurrent layers,
+                rotary embeddings that depend on the whole length or on the last prompt).
         """
         from .reuse import match_prefix
 
-        _check_count("num_return_sequences", num_return_sequences)
-        key = self._key(input_ids, extra_key, autocast_dtype())
-        return match_prefix(self, key, input_ids, attention_mask, num_return_sequences)
+        check_count("num_return_sequences", num_return_sequences)
+        ids = token_ids("input_ids", input_ids)
+        key = self._key(ids, extra_key, autocast_dtype())
+        return match_prefix(self, key, ids, attention_mask, num_return_sequences)
 
     def insert_prefix(
         self,
@@ -503,7 +540,7 @@ class BlockPool:
 
         Args:
             cache: a cache of this pool.
-            sequences: whole numbers [rows, tokens], as generate returned them.
+            sequences: whole numbers [rows, tokens], as generate returned them, or that itself.
             attention_mask: that of the prompts, which the cache knows too: it is only checked.
             extra_key: as for `match_prefix`.
 
@@ -517,8 +554,10 @@ class BlockPool:
         """
         from .reuse import insert_prefix
 
-        key = self._key(sequences, extra_key, cache.autocast)
-        return insert_prefix(self, key, cache, sequences, attention_mask)
+        # What generate returns with return_dict_in_generate has them inside.
+        ids = token_ids("sequences", getattr(sequences, "sequences", sequences))
+        key = self._key(ids, extra_key, getattr(cache, "autocast", None))
+        return insert_prefix(self, key, cache, ids, attention_mask)
 
     def batches(
         self,
@@ -556,10 +595,16 @@ class BlockPool:
         """
         from .admission import batches
 
-        _check_count("max_new_tokens", max_new_tokens)
-        _check_count("num_return_sequences", num_return_sequences)
+        if isinstance(prompts, Mapping):
+            raise ValueError(
+                f"prompts must be a list of token ids, not a {type(prompts).__name__}; pass its "
+                "input_ids, without padding."
+            )
+        token_ids("pad_token_id", [pad_token_id], ndim=1)
+        check_count("max_new_tokens", max_new_tokens)
+        check_count("num_return_sequences", num_return_sequences)
         if max_prompts is not None:
-            _check_count("max_prompts", max_prompts)
+            check_count("max_prompts", max_prompts)
         return batches(
             self, prompts, max_new_tokens, num_return_sequences, max_prompts, pad_token_id
         )
@@ -570,7 +615,7 @@ class BlockPool:
         Returns:
             How many blocks were freed, which may be a few more than n.
         """
-        _check_count("n", n)
+        check_count("n", n)
         with self.lock, self.change:
             self.collect()
             most = min(n, sum(self.index.evictable()))
@@ -685,7 +730,7 @@ class BlockPool:
             ValueError: K/V depend on images or sounds that nothing names.
         """
         if extra_key is None and self.media_tokens:
-            media = torch.tensor(self.media_tokens, device=ids.device)
+            media = torch.tensor(self.media_tokens, dtype=torch.long, device=ids.device)
             if torch.isin(ids, media).any():
                 raise ValueError(
                     "The prompts hold images or sounds, on which K/V depend; name these by "
@@ -740,29 +785,30 @@ class BlockPool:
                 than head_dim.
 
         Raises:
-            ValueError: K/V of another shape, dtype or device than the layer's or the pool's.
+            ValueError: K/V of another shape, dtype or device than those that the layer stores, or
+                than what the pool was made for.
         """
-        storage = self.groups[self.group_of_layer[layer]].storage.get(layer)
-        if storage is None:
-            storage = self._make_storage(layer, keys, values, stored_dims(keys, values))
-        for name, stored, new in (("K", storage.keys, keys), ("V", storage.values, values)):
-            _, _, heads, dim = stored.shape
-            if new.shape[1] != heads or new.shape[3] != dim:
-                raise ValueError(
-                    f"Layer {layer} stores {name} of (kv_heads, head_dim) {(heads, dim)}, got "
-                    f"{(new.shape[1], new.shape[3])}; use a pool made for this model's config."
-                )
-            if new.dtype != storage.given_dtype:
-                raise ValueError(
-                    f"Layer {layer} has had {name} of {storage.given_dtype}, got {new.dtype}; use "
-                    "one dtype for all calls on a pool."
-                )
-            if new.device != stored.device:
-                raise ValueError(
-                    f"Layer {layer} stores {name} on {stored.device}, got a tensor on {new.device};"
-                    " use one pool for each placement of the model."
-                )
+        storages = self.groups[self.group_of_layer[layer]].storage
+        storage = storages.get(layer)
+        if storage is not None and storage.refusal(keys, values) is None:
+            return storage
+        if storage is not None:
+            self._drop_unused_storage()
+        storage = storages.get(layer) or self._make_storage(
+            layer, keys, values, stored_dims(keys, values)
+        )
+        refusal = storage.refusal(keys, values)
+        if refusal is not None:
+            raise ValueError(f"Layer {layer} {refusal}")
         return storage
+
+    def _drop_unused_storage(self) -> None:
+        """Where no block is held, let the next K/V say anew of what kind all are."""
+        with self.lock:
+            self.collect()
+            if not any(group.num_used for group in self.groups):
+                for group in self.groups:
+                    group.storage.clear()
 
     @torch.inference_mode(False)
     def _make_storage(
@@ -855,8 +901,3 @@ def _converted(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         largest = torch.finfo(dtype).max
         states = states.clamp(-largest, largest)
     return states.to(dtype)
-
-
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}.")

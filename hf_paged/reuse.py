@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from .arguments import padding_mask
 from .cache import PagedCache
 from .circumstances import autocast_dtype
 from .geometry import POSITIONS_WITH_PADDING
@@ -63,6 +64,10 @@ def insert_prefix(
     attention_mask: torch.Tensor | None,
 ) -> int:
     """Index the tokens that a cache holds; see `BlockPool.insert_prefix`."""
+    if not isinstance(cache, PagedCache):
+        raise ValueError(
+            f"cache must be the PagedCache that computed the sequences, not {type(cache).__name__}."
+        )
     if cache.pool is not pool:
         raise ValueError("The cache is of another pool; insert it into cache.pool.")
     if cache.identity not in (None, key[0]):
@@ -70,29 +75,31 @@ def insert_prefix(
             "The model's config, weights or active adapters are not those that this cache was "
             "begun with, so its K/V are not what this model would compute; make a new cache."
         )
-    ids = _ids(sequences)
+    ids = sequences.cpu().numpy()
+    if attention_mask is not None:
+        attention_mask = padding_mask(attention_mask)
     tables, known_columns = cache.known_tables()
     tokens = tables.tokens
     columns = tokens.columns if known_columns is None else known_columns
     rows = _rows_of_sequences(len(tokens), ids, columns, known_columns is not None)
-    if tokens.is_token is not None:
+    mask = tokens.mask()[rows, :columns]
+    if (mask[:, :-1] & ~mask[:, 1:]).any():
         raise ValueError(
             "The cache has padding behind a token, so its positions are not those of the tokens "
             "alone; pad on the left."
         )
     _check_length(pool, tokens.columns)
-    mask = tokens.mask()[rows, :columns]
-    stops = np.minimum(cache.own_columns()[rows], columns)
     _check_positions(pool, mask)
-    if cache.may_hold_padding and (
-        attention_mask is None or not bool(torch.as_tensor(attention_mask).all())
-    ):
+    stops = np.minimum(cache.own_columns[rows], columns)
+    if cache.may_hold_padding and (attention_mask is None or not bool(attention_mask.all())):
         raise ValueError(
-            "The model did not ask the cache for its mask, so padding is stored like tokens; use "
-            'attn_implementation="hf_paged", or pass the attention_mask of prompts without padding.'
+            "The model did not ask the cache for its mask (it has another attn_implementation than "
+            '"hf_paged", or was given a 4-D mask or a dict of them), so padding may be stored like '
+            'tokens; give it 2-D masks under "hf_paged", or pass the attention_mask of prompts '
+            "without padding."
         )
     if attention_mask is not None:
-        given = np.asarray(attention_mask.cpu(), bool)[:, :columns]
+        given = attention_mask.cpu().numpy()[:, :columns]
         kept = mask.any(1)  # of rows that were freed nothing is known
         if given.shape[0] != len(rows) or (given != mask[:, : given.shape[1]])[kept].any():
             raise ValueError(
@@ -176,29 +183,16 @@ def _prompts(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None
 ) -> tuple[list[list[int]], np.ndarray]:
     """The tokens of each row, and how many columns of padding are in front of them."""
-    ids = _ids(input_ids)
+    ids = input_ids.cpu().numpy()
     if not ids.size:
         raise ValueError(f"input_ids hold no tokens: their shape is {tuple(input_ids.shape)}.")
     if attention_mask is None:
         return ids.tolist(), np.zeros(len(ids), np.int64)
-    mask = np.asarray(attention_mask.cpu(), bool)
-    if mask.shape != ids.shape:
-        raise ValueError(
-            f"The attention_mask {mask.shape} must have the shape of the input_ids {ids.shape}."
-        )
+    mask = padding_mask(attention_mask, ids.shape).cpu().numpy()
     padding = (~mask).sum(1)
     if (mask != (np.arange(ids.shape[1]) >= padding[:, None])).any():
         raise ValueError("Prompts must be padded on the left to be matched with known ones.")
     return [row[start:].tolist() for row, start in zip(ids, padding, strict=True)], padding
-
-
-def _ids(input_ids: torch.Tensor) -> np.ndarray:
-    if input_ids.ndim != 2 or input_ids.is_floating_point():
-        raise ValueError(
-            f"Token ids must be whole numbers [rows, tokens], not {input_ids.dtype} of shape "
-            f"{tuple(input_ids.shape)}."
-        )
-    return input_ids.cpu().numpy()
 
 
 def _rows_of_sequences(

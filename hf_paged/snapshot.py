@@ -57,9 +57,10 @@ class Snapshot:
         pool: BlockPool,
         lengths: np.ndarray,
         tables: list[np.ndarray],
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = "cpu",
     ) -> Snapshot:
-        """Copy what `tables` (physical blocks, [rows, width] for each group) hold to `device`."""
+        """Copy what `tables` (physical blocks, [rows, width] for each group) hold to `device`, or
+        each layer's to where it is."""
         numbers, states, given = [], {}, {}
         width = _width(blocks_for(lengths, pool.block_size))
         with pool.lock:
@@ -74,7 +75,7 @@ class Snapshot:
                 index = torch.from_numpy(blocks.astype(np.int64))
                 for layer, storage in group.storage.items():
                     copies = [
-                        stored[index.to(stored.device)].to(device, copy=True)
+                        stored[index.to(stored.device)].to(device or stored.device, copy=True)
                         for stored in (storage.keys, storage.values)
                     ]
                     for copy in copies:
@@ -136,7 +137,7 @@ class Snapshot:
         Raises:
             OSError: it cannot be written; what was at `path` is as it was.
         """
-        path = Path(path)
+        path = Path(os.fsdecode(path))
         facts = {
             "kind": kind,
             "identity": identity,
@@ -177,6 +178,9 @@ class Snapshot:
         Raises:
             ValueError: it is not; the pool is as before.
         """
+        path = os.fsdecode(path)
+        if os.path.isdir(path):
+            raise IsADirectoryError(f"{path} is a folder, not a file of hf_paged.")
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}

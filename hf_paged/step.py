@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from .table import BlockTables, Tokens, first_block, slots_in
-from .transfer import Download, upload
+from .transfer import upload
 
 if TYPE_CHECKING:
     from .sharing import Sharing
+    from .view import LazyMask
 
 T = TypeVar("T")
 
@@ -35,10 +36,20 @@ class Step:
     Args:
         before, after: the tokens in front of the step and with it.
         new: bool [rows, columns], which of the step's columns are tokens; None if all are.
+        hidden: bool [rows, past columns], which stored tokens its mask hides; None if none.
+        mask: the mask from which that is known, None if our mask function made none.
     """
 
-    def __init__(self, before: Tokens, after: Tokens, new: np.ndarray | None):
-        self.before, self.after = before, after
+    def __init__(
+        self,
+        before: Tokens,
+        after: Tokens,
+        new: np.ndarray | None,
+        hidden: np.ndarray | None = None,
+        mask: LazyMask | None = None,
+    ):
+        self.before, self.after, self.mask = before, after, mask
+        self.hidden = None if hidden is None or not hidden.any() else hidden
         self.columns = self.after.columns - before.columns
         self.counts = self.after.lengths - before.lengths
         if new is None or new.all():
@@ -51,8 +62,11 @@ class Step:
             rank = new.cumsum(1).reshape(-1)[self._real] - 1
         self.token_position = before.lengths[self.token_row] + rank
         self.is_current = True
-        self.stays: np.ndarray | None = None  # bool [rows, columns], if not all tokens did
-        self._positions: Download | None = None
+        # bool [rows], in which a token got another position than its own; None if nobody said.
+        self.moved: torch.Tensor | None = None
+        self.is_custom = False  # whether attention was under a mask that nobody knows
+        self._differ = False  # whether this step has masks of different padding
+        self._checked: list[torch.Tensor] = []  # masks that `once` was asked about
         self._real_on: dict[torch.device, torch.Tensor] = {}
 
     def __len__(self) -> int:
@@ -60,30 +74,20 @@ class Step:
         return len(self.before)
 
     def note_positions(self, position_ids: torch.Tensor | None) -> None:
-        """Remember the positions [..., rows or 1, columns] that the model gives the columns."""
-        if position_ids is not None and self._positions is None:
-            self._positions = Download(position_ids)
-
-    def positions_have_arrived(self) -> bool:
-        return self._positions is None or self._positions.has_arrived()
-
-    def moved_rows(self) -> np.ndarray:
-        """bool [rows], in which the model gave a token another position than it has in its row, as
-        far as it has said so; waits for the device."""
+        """Compare the positions [..., rows or 1, columns] that the model gives with the tokens'."""
+        if position_ids is None or self.moved is not None:
+            return
         rows, columns = len(self), self.columns
-        if self._positions is None:
-            return np.zeros(rows, bool)
-        given = self._positions.array()
-        if given.shape[-1] != columns or given.shape[-2:-1] not in ((), (1,), (rows,)):
-            return np.ones(rows, bool)
-        given = np.broadcast_to(given, (*given.shape[:-2], rows, columns))
-        given = given.reshape(-1, rows * columns)
-        real = slice(None) if self._real is None else self._real
-        moved = np.zeros((rows, columns), bool)
-        moved.reshape(-1)[real] = (given[:, real] != self.token_position).any(0)
-        if self.stays is not None:
-            moved &= self.stays
-        return np.any(moved, axis=1)
+        given_rows, given_columns = (1, *position_ids.shape)[-2:]
+        if given_columns != columns or given_rows not in (1, rows):
+            self.moved = torch.ones(rows, dtype=torch.bool, device=position_ids.device)
+            return
+        own = np.full(rows * columns, -1)
+        own[slice(None) if self._real is None else self._real] = self.token_position
+        (at,) = upload([own], position_ids.device)
+        at = at.view(rows, columns)
+        moves = (position_ids != at) & (at >= 0)
+        self.moved = moves.any(-1).view(-1, rows).any(0)
 
     @property
     def num_tokens(self) -> int:
@@ -98,6 +102,41 @@ class Step:
     def token_starts(self) -> np.ndarray:
         """int64 [rows + 1], where each row's new tokens start among all new tokens (indptr)."""
         return np.concatenate([[0], self.counts.cumsum()])
+
+    @cached_property
+    def hidden_tokens(self) -> np.ndarray | None:
+        """bool [rows, tokens of the longest row], the tokens that the mask hides; None if none."""
+        if self.hidden is None:
+            return None
+        position = self.before.mask().cumsum(1) - 1
+        row, column = self.hidden.nonzero()
+        hidden = np.zeros((len(self), int(self.after.lengths.max())), bool)
+        hidden[row, position[row, column]] = True
+        return hidden
+
+    def has_padding_of(self, mask: LazyMask) -> bool:
+        """Whether a mask of this step has the 2-D mask by which it was begun."""
+        own, other = None if self.mask is None else self.mask.padding, mask.padding
+        if own is other or (other is None and self.hidden is None):
+            return True
+        if own is None or other is None or own.shape != other.shape:
+            return False
+        if self.once(other):
+            self._differ |= not torch.equal(own, other.to(own.device))
+        return not self._differ
+
+    def once(self, mask: torch.Tensor) -> bool:
+        """Whether this is asked for the first time in this step; all layers get the same masks."""
+        if any(mask is other for other in self._checked):
+            return False
+        self._checked.append(mask)
+        return True
+
+    def visible(self, row: int, start: int, stop: int) -> np.ndarray:
+        """int64, of the tokens `start` to `stop` of `row` those that the mask shows."""
+        if self.hidden_tokens is None:
+            return np.arange(start, stop)
+        return start + np.flatnonzero(~self.hidden_tokens[row, start:stop])
 
     def _real_index(self, device: torch.device) -> torch.Tensor | None:
         if self._real is None:
@@ -195,8 +234,8 @@ class GroupStep:
         return slots_in(self.table, self.block_size, row, position)
 
     def row_slots(self, row: int, start: int, stop: int) -> torch.Tensor:
-        """int64 [stop - start], the slots of tokens `start` to `stop` of `row`."""
-        return torch.from_numpy(self.token_slots(row, np.arange(start, stop)))
+        """int64, the slots of tokens `start` to `stop` of `row` that the mask shows."""
+        return torch.from_numpy(self.token_slots(row, self.step.visible(row, start, stop)))
 
     def past_slots(self, columns: int) -> np.ndarray:
         """int64 [rows, columns], slots of the last past columns, -1 where a column is padding."""

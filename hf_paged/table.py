@@ -7,6 +7,7 @@ block `table[row, t // block_size]`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,10 @@ class Tokens:
         if self.is_token is not None:
             return Tokens.of(self.is_token & kept[:, None])
         return replace(self, lengths=self.lengths * kept)
+
+    def hide(self, columns: np.ndarray) -> Tokens:
+        """The tokens in `columns` (bool [rows, columns]) become padding."""
+        return Tokens.of(self.mask() & ~columns)
 
     def select(self, rows: np.ndarray) -> Tokens:
         if self.is_token is not None:
@@ -201,26 +206,28 @@ class BlockTables:
                 self.pool.copies += need.fill(blocks)
             self.tokens = tokens
 
-    def unshare(self, rows: np.ndarray) -> None:
-        """Give `rows` copies of the blocks that they share, in every group.
+    def unshare(self, where: Sequence[np.ndarray]) -> None:
+        """Put copies in the place of blocks that others hold too.
+
+        Args:
+            where: for each group bool [rows, width], the entries that need a block of their own.
 
         Raises:
             PoolExhausted: a group has too few free blocks; nothing has changed.
         """
         with self.pool.lock, self.pool.change:
-            shared = []
-            for group, table in zip(self.pool.groups, self.tables, strict=True):
-                own = table[rows]
-                shared.append((own >= 0) & (group.ref_counts[own] > 1))
-            taken = self.pool.take([int(where.sum()) for where in shared])
-            for group, table, where, copies in zip(
-                self.pool.groups, self.tables, shared, taken, strict=True
+            at = []
+            for group, table, asked in zip(self.pool.groups, self.tables, where, strict=True):
+                rows, logical = np.nonzero(asked & (table >= 0))
+                copies = _must_copy(group, table[rows, logical])
+                at.append((rows[copies], logical[copies]))
+            taken = self.pool.take([len(rows) for rows, _ in at])
+            for group, table, entries, copies in zip(
+                self.pool.groups, self.tables, at, taken, strict=True
             ):
-                own = table[rows]
-                originals = own[where].astype(np.int64)
+                originals = table[entries].astype(np.int64)
                 group.copy_blocks(originals, copies)
-                own[where] = copies
-                table[rows] = own
+                table[entries] = copies
                 group.release(originals)
                 self.pool.copies += len(copies)
 
@@ -238,24 +245,13 @@ class BlockTables:
                     f"window of {group.window} would need again are gone; call "
                     "activate_past_recording() before the forward whose tokens will be cropped."
                 )
+        self.end_rows(tokens)
+
+    def end_rows(self, tokens: Tokens) -> None:
+        """Make `tokens` the present ones, where some rows end before they did."""
         with self.pool.lock, self.pool.change:
             self.tokens = tokens
             self.drop_behind_ends()
-
-    def take_back(self, tokens: Tokens) -> BlockTables:
-        """Make `tokens` the present ones, where some rows have fewer than before.
-
-        The arrays in `tables` become new ones, as the step under way may still read the old.
-
-        Returns:
-            Tables that go on holding what these rows held.
-        """
-        with self.pool.lock, self.pool.change:
-            longer = self.select(np.flatnonzero(tokens.lengths < self.tokens.lengths))
-            self.tables[:] = [table.copy() for table in self.tables]
-            self.tokens = tokens
-            self.drop_behind_ends()
-        return longer
 
     def drop_behind_ends(self) -> None:
         """Give back the blocks behind each row's last token."""
@@ -336,6 +332,19 @@ def _missing(group: BlockGroup, table: np.ndarray, tokens: Tokens) -> int:
     return int((needed & (table < 0)).sum())
 
 
+def _must_copy(group: BlockGroup, blocks: np.ndarray) -> np.ndarray:
+    """bool, which of the entries `blocks` of a table must be copies before they are written to.
+
+    Where only these entries hold a block, the first of them may keep the original.
+    """
+    counts = group.ref_counts[blocks]
+    copies = counts > 1
+    if copies.any():
+        _, first, writers = np.unique(blocks, return_index=True, return_counts=True)
+        copies[first[writers == counts[first]]] = False
+    return copies
+
+
 class _Need:
     """The blocks of one group that an append needs: fresh ones and copies of shared ones."""
 
@@ -365,25 +374,10 @@ class _Need:
         last = before // size
         self.rows = np.flatnonzero((before % size > 0) & (after > before))
         self.rows = self.rows[tables.tables[index][self.rows, last[self.rows]] >= 0]
+        copies = _must_copy(self.group, tables.tables[index][self.rows, last[self.rows]])
+        self.rows = self.rows[copies]
         self.last = last[self.rows]
-        self._keep_only_shared()
         self.count = int(self.fresh.sum()) + len(self.rows)
-
-    def _keep_only_shared(self) -> None:
-        """Of the rows that write to a block, leave those that have to write to a copy.
-
-        Where only rows of this append hold the block, the first of them may keep the original.
-        """
-        blocks = self.tables.tables[self.index][self.rows, self.last]
-        counts = self.group.ref_counts[blocks]
-        if (counts > 1).any():
-            _, first, writers = np.unique(blocks, return_index=True, return_counts=True)
-            keeps = np.zeros(len(blocks), bool)
-            keeps[first[writers == counts[first]]] = True
-            copies = ~keeps
-        else:
-            copies = np.zeros(len(blocks), bool)
-        self.rows, self.last = self.rows[copies], self.last[copies]
 
     def fill(self, taken: np.ndarray) -> int:
         """Put the blocks `taken` into the table; returns how many were copies."""

@@ -25,30 +25,6 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Ten
     return _views(packed.to(device, non_blocking=True), arrays)
 
 
-class Download:
-    """A tensor on its way to the host."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self._copied: torch.cuda.Event | None = None
-        if tensor.is_cuda:
-            self._host = _host_memory(tensor.shape, tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(tensor.device))
-        else:
-            self._host = tensor.to("cpu", copy=True)  # somebody may write the tensor meanwhile
-
-    def has_arrived(self) -> bool:
-        """Whether `array` would not wait."""
-        return self._copied is None or self._copied.query()
-
-    def array(self) -> np.ndarray:
-        """The tensor, once the device has got to the copy."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host.numpy()
-
-
 def _host_memory(shape: tuple[int, ...], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
     # Whatever torch.set_default_device says.
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pin_memory)

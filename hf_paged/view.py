@@ -8,16 +8,15 @@ values or mask never decides whether the result is right, only whether it is fas
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 
-from .padding import Padding
 from .pool import LayerStorage, bits
 from .step import GroupStep, Pattern
 
@@ -99,11 +98,12 @@ def gather(blocks: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
     return states.transpose(1, 2)
 
 
-class _Densifying(torch.Tensor):
-    """A tensor without data that becomes an ordinary one where any operation reads it."""
+class Densifying(torch.Tensor):
+    """A tensor that becomes an ordinary one where anything reads it, and that nothing can write."""
 
     # The C++ default skips subclass handling that we do not need: every op reaches the dispatch.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _shows_blocks = False  # whether what is written to it, or to a part of it, would be missed
 
     def densify(self) -> torch.Tensor:
         raise NotImplementedError
@@ -112,29 +112,105 @@ class _Densifying(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func._schema.is_mutable and isinstance(args[0], _Densifying):
-            raise args[0]._unwritable()
-
-        def dense(value: Any) -> Any:
-            return value.densify() if isinstance(value, _Densifying) else value
-
-        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise self._unwritable()
+        kwargs, schema = kwargs or {}, func._schema
+        if schema.is_mutable:
+            for value in _written(schema, args, kwargs):
+                raise value._unwritable()
+        result = func(*_dense(args), **{name: _dense(value) for name, value in kwargs.items()})
+        if (
+            not schema.is_mutable
+            and isinstance(args[0], Densifying)
+            and args[0]._shows_blocks
+            and any(returned.alias_info is not None for returned in schema.returns)
+        ):
+            return _read_only(result)
+        return result
 
     def _unwritable(self) -> RuntimeError:
-        return RuntimeError(
-            f"A {type(self).__name__} holds no data that could be written to; write into a clone()."
-        )
+        return RuntimeError(f"A {type(self).__name__} cannot be written to; write into a clone().")
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # the default would densify
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.densify().__reduce_ex__(protocol)
 
-class PagedView(_Densifying):
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self.densify(), memo)
+
+    def tolist(self) -> list[Any]:
+        return self.densify().tolist()
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        array = self.densify().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+
+def _dense(value: Any) -> Any:
+    """`value`, an argument of an operation, without tensors of ours."""
+    if isinstance(value, Densifying):
+        return value.densify()
+    return type(value)(map(_dense, value)) if isinstance(value, list | tuple) else value
+
+
+def _written(schema: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Densifying]:
+    """The tensors of ours that an operation is to write to."""
+    for at, argument in enumerate(schema.arguments):
+        if argument.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, Densifying):
+                    yield tensor
+
+
+def _read_only(value: Any) -> Any:
+    """`value`, the result of an operation, with tensors that cannot be written to."""
+    if isinstance(value, torch.Tensor):
+        return ReadOnly(value)
+    return type(value)(map(_read_only, value)) if isinstance(value, list | tuple) else value
+
+
+class ReadOnly(Densifying):
+    """K or V read out of the blocks: what is written to this copy would never get there.
+
+    To all that reads it is an ordinary tensor, and what is computed from it is one. Parts of it
+    (slices and other views) are as it is.
+
+    Args:
+        states: the copy.
+        way: how to change what is in the blocks.
+    """
+
+    _shows_blocks = True
+    _states: torch.Tensor
+    _way: str
+
+    @staticmethod
+    def __new__(
+        cls, states: torch.Tensor, way: str = "with cache.edit(layer) as (keys, values): ..."
+    ) -> ReadOnly:
+        copied = torch.Tensor._make_subclass(cls, states)
+        copied._states, copied._way = states, way
+        return copied
+
+    def densify(self) -> torch.Tensor:
+        return self._states
+
+    def _unwritable(self) -> RuntimeError:
+        return RuntimeError(
+            "What is written to K/V that were read out of a PagedCache would never reach its "
+            f"blocks; change the cache by `{self._way}`, or a clone() for yourself."
+        )
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return repr(self._states)
+
+
+class PagedView(Densifying):
     """Keys or values of a layer: [rows, kv_heads, columns, head_dim]."""
 
+    _shows_blocks = True
     pages: LayerPages
     _new: torch.Tensor
     _blocks: torch.Tensor
@@ -152,20 +228,25 @@ class PagedView(_Densifying):
             self._dense = self.pages.dense(self._new.detach(), self._blocks)
         return self._dense
 
+    _unwritable = ReadOnly._unwritable
+    _way = "with cache.edit(layer) as (keys, values): ..."
 
-class LazyMask(_Densifying):
+
+class LazyMask(Densifying):
     """An attention mask [rows, 1, queries, columns], True where a query may look.
 
     Where models add it to their scores it is of their dtype instead: 0 where a query may look.
 
     Attributes:
         among_tokens: what the mask allows apart from padding, None if it is more than a pattern.
-        padding: what the 2-D mask says, None if there is none.
+        padding: the 2-D mask (bool [rows, all columns]), None if there is none.
         kv_length, kv_offset: the columns that it is for.
+        is_read: whether anybody has looked at it since it was made.
     """
 
     among_tokens: Pattern | None = None
-    padding: Padding | None = None
+    padding: torch.Tensor | None = None
+    is_read = False
     kv_length: int
     kv_offset: int
     _build: Callable[[], Any]
@@ -184,14 +265,8 @@ class LazyMask(_Densifying):
         mask._build = build
         return mask
 
-    @property
-    def pattern(self) -> Pattern | None:
-        """What the mask allows among the tokens, None if it is more than a pattern."""
-        if self.among_tokens is None or self.padding is None or not self.padding.hides_tokens:
-            return self.among_tokens
-        return None
-
     def densify(self) -> torch.Tensor:
+        self.is_read = True
         return self._build()
 
     @classmethod

@@ -13,7 +13,7 @@ import flashinfer_emulation
 import numpy as np
 import pytest
 import torch
-from conftest import FULL, SLIDING, TINY, ragged_ids, tiny
+from conftest import TINY, ragged_ids, tiny
 from flashinfer_emulation import Emulation
 from hypothesis import given, settings
 from test_attention import Case, any_case
@@ -33,7 +33,7 @@ from hf_paged import BlockPool, PagedCache
 from hf_paged.attention import paged_mask
 from hf_paged.backends import flashinfer as backend
 from hf_paged.step import Pattern
-from hf_paged.transfer import Download, _packed, _views
+from hf_paged.transfer import _packed, _views
 from hf_paged.view import LazyMask
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -45,11 +45,10 @@ EXACT = "exact"  # the name of the reference attention below
 
 @pytest.fixture(scope="module", autouse=True)
 def emulation() -> Iterator[Emulation]:
-    """Emulated kernels, and a CPU that the backend takes for a GPU, one that is behind the host."""
+    """Emulated kernels, and a CPU that the backend takes for a GPU, in every test."""
     with pytest.MonkeyPatch.context() as patch:
         emulation = flashinfer_emulation.install(patch)
         patch.setattr(hf_paged.backends._FLASHINFER, "unavailable", lambda device: None)
-        patch.setattr(Download, "has_arrived", lambda download: False)
         AttentionInterface.register(EXACT, exact_attention)
         AttentionMaskInterface.register(EXACT, full_mask)
         yield emulation
@@ -380,7 +379,7 @@ def test_which_masks_are_chunked_is_known_without_asking_one() -> None:
         2, 12, length, 0, offset, mask_function=asked, local_size=8, config=model.config
     )
     assert isinstance(mask, LazyMask)
-    assert mask.pattern == Pattern("chunked", 8)
+    assert mask.among_tokens == Pattern("chunked", 8)
 
 
 # -- generate --------------------------------------------------------------------------------------
@@ -507,25 +506,37 @@ def test_padding_between_tokens(model_type: str) -> None:
     assert caches[0].report().dense_calls == {}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "last"), [("gemma3_text", SLIDING), ("llama4_text", "chunked_attention")]
-)
-def test_the_last_layer_reads_a_block_that_turned_out_to_be_for_padding(
-    model_type: str, last: str
-) -> None:
-    """A row ends at a block border: it is given a block, and the mask is read before the last layer
-    is planned."""
-    model = tiny(model_type, num_hidden_layers=2, layer_types=[FULL, last]).to(BF16)
-    model.set_attn_implementation("hf_paged")
-    cache = PagedCache(config=model.config, block_size=3, backend="flashinfer")
-    ids, mask = ragged_ids([9, 8]).values()
-    grown = torch.cat([mask, torch.tensor([[0], [1]])], dim=1)
-    with torch.no_grad():
-        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
-        model(input_ids=ids[:, :1], attention_mask=grown, past_key_values=cache)
-    assert cache.row_lengths == [9, 9]
-    assert [len(row) for row in cache.block_tables] == [3, 3]
-    assert not cache.report().dense_calls
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("new", [1, 5])
+def test_hidden_tokens(model_type: str, new: int) -> None:
+    """Stored tokens that a mask hides, at a row's end or among others, gather nothing."""
+    model = tiny(model_type).to(BF16)
+    outs = []
+    for attention, cache in (
+        ("hf_paged", PagedCache(config=model.config, block_size=3, backend="flashinfer")),
+        (EXACT, DynamicCache(config=model.config)),
+    ):
+        model.set_attn_implementation(attention)
+        ids, mask = ragged_ids([9, 5, 14]).values()
+        logits = []
+        for step in range(4):
+            with torch.no_grad():
+                out = model(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :],
+                    past_key_values=cache,
+                )
+            logits.append(out.logits[:, -new:])
+            if step == 0:
+                mask[0, 8] = mask[2, 4:7] = mask[1, -2:] = 0
+            mask = torch.nn.functional.pad(mask, (0, new), value=1)
+            ids = 5 + torch.arange(3 * new).view(3, new) + step
+        outs.append(torch.cat(logits, 1))
+        if isinstance(cache, PagedCache):
+            assert not cache.report().dense_calls
+            assert cache.row_lengths == (mask.sum(1) - new + torch.tensor([1, 0, 3])).tolist()
+    torch.testing.assert_close(*outs, atol=0, rtol=0)
 
 
 def test_8_bit_keys_and_values_of_a_model() -> None:

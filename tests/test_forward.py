@@ -349,7 +349,7 @@ def test_a_mask_on_its_way_to_another_device_stays_lazy() -> None:
     moved = mask.to("meta", non_blocking=True)
     assert isinstance(moved, LazyMask)
     assert moved.device.type == "meta"
-    assert (moved.pattern, moved.kv_length) == (mask.pattern, 2)
+    assert (moved.among_tokens, moved.kv_length) == (mask.among_tokens, 2)
     assert moved.densify().device.type == "meta"
     assert not isinstance(mask.to(torch.float32), LazyMask)
 

@@ -46,7 +46,6 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from hf_paged import BlockPool, FreeFinishedRows, PagedCache, PoolExhausted
 from hf_paged.pool import ENV_DEBUG
-from hf_paged.transfer import Download
 
 T = TypeVar("T")
 
@@ -112,12 +111,8 @@ class Fuzz(RuleBasedStateMachine):
 
     kind: str
 
-    @initialize(
-        block_size=st.integers(1, 5), num_blocks=st.integers(12, 48), masks_are_late=st.booleans()
-    )
-    def make(self, block_size: int, num_blocks: int, masks_are_late: bool) -> None:
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(Download, "has_arrived", lambda download: not masks_are_late)
+    @initialize(block_size=st.integers(1, 5), num_blocks=st.integers(12, 48))
+    def make(self, block_size: int, num_blocks: int) -> None:
         self.model, plain, self.assistant = models(self.kind)
         self.pool = BlockPool(self.model.config, block_size=block_size, num_blocks=num_blocks)
         self.is_full_attention = [group.window for group in self.pool.groups] == [None]

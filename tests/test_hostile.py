@@ -245,7 +245,7 @@ def test_places_that_cannot_be_written_or_read(model: Any, tmp_path: Path) -> No
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="folder"):
         pool.save_prefixes(tmp_path / "folder")
-    with pytest.raises(OSError, match="os error"):
+    with pytest.raises(IsADirectoryError, match="is a folder"):
         pool.load_prefixes(tmp_path / "folder")
     assert os.listdir(tmp_path) == ["folder"]
     assert not os.listdir(tmp_path / "folder")

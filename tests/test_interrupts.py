@@ -23,7 +23,6 @@ from interrupts import Points
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
 from hf_paged.attention import paged_mask
-from hf_paged.transfer import Download
 from hf_paged.view import LazyMask
 
 # An exception in a generator that is being closed can go nowhere.
@@ -129,17 +128,15 @@ def exhausted(world: World) -> None:
         append(world.cache, [[1] * 200] * 2)
 
 
-def ends_late(world: World) -> None:
-    """A decode step whose mask comes when it is almost over, and says that a row has ended."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Download, "has_arrived", lambda download: False)
-        columns = world.cache.get_seq_length()
-        is_token = torch.ones(2, columns + 1, dtype=torch.bool)
-        is_token[0, -1] = False
-        length, offset = world.cache.get_mask_sizes(1, 0)
-        mask = paged_mask(2, 1, length, columns, offset, attention_mask=is_token)
-        append(world.cache, [[21], [24]])
-        assert isinstance(mask, LazyMask)  # and alive, as in a forward
+def ends(world: World) -> None:
+    """A decode step whose mask hides the end of a row."""
+    columns = world.cache.get_seq_length()
+    is_token = torch.ones(2, columns + 1, dtype=torch.bool)
+    is_token[0, -3:-1] = False
+    length, offset = world.cache.get_mask_sizes(1, 0)
+    mask = paged_mask(2, 1, length, columns, offset, attention_mask=is_token)
+    append(world.cache, [[21], [24]])
+    assert isinstance(mask, LazyMask)  # and alive, as in a forward
 
 
 def keep(make: Callable[[World], Any]) -> Callable[[World], None]:
@@ -157,7 +154,7 @@ OPERATIONS: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
     "step that evicts": (nothing, lambda w: append(w.cache, [[1] * 60] * 2)),
     "step that grows": (nothing, lambda w: append(w.cache, [[1] * 60] * 2)),
     "full pool": (nothing, exhausted),
-    "step of a row that ends": (lambda w: append(w.cache, TWO), ends_late),
+    "step that ends a row": (lambda w: append(w.cache, TWO), ends),
     "fork": (nothing, keep(lambda w: w.cache.fork(2))),
     "crop": (recorded, lambda w: w.cache.crop(-2)),
     "reorder": (nothing, lambda w: w.cache.reorder_cache(torch.tensor([1, 1]))),

@@ -848,7 +848,7 @@ def test_prompts_that_can_never_fit_are_said_up_front() -> None:
     pool = BlockPool(llama(), block_size=4, num_blocks=10)
     with pytest.raises(ValueError, match=r"Prompts \[1, 3\] can never fit"):
         pool.batches([[1] * 4, [1] * 40, [2] * 4, [1] * 30], max_new_tokens=8)
-    with pytest.raises(ValueError, match="Prompt 0 must be its token ids"):
+    with pytest.raises(ValueError, match="Prompt 0 must be whole numbers"):
         pool.batches(["some text"], max_new_tokens=8)
     assert list(pool.batches([], max_new_tokens=8)) == []
 

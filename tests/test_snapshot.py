@@ -95,8 +95,10 @@ def test_what_changes_no_kv_does_not_matter(name: str, tmp_path: Path) -> None:
 def test_a_cache_of_nothing_but_padding_is_saved_and_read(tmp_path: Path) -> None:
     """Loaded into a pool that has no block yet."""
     model = model_of("gemma3_text")
-    cache, _ = filled(model, BlockPool(model, block_size=4))
-    cache.free_rows(torch.tensor([0, 1]))
+    cache = PagedCache(pool=BlockPool(model, block_size=4))
+    with torch.no_grad():
+        ids = ragged_ids([25, 25])["input_ids"]
+        model(ids, attention_mask=torch.zeros_like(ids), past_key_values=cache)
     cache.save(tmp_path / "cache")
     loaded = PagedCache.load(tmp_path / "cache", model)
     assert (loaded.get_seq_length(), loaded.row_lengths, loaded.pool.num_blocks) == (25, [0, 0], 0)
@@ -138,7 +140,7 @@ def test_a_loaded_cache_knows_that_it_may_hold_padding(tmp_path: Path) -> None:
     cache, out = filled(model, BlockPool(model.config, block_size=4))
     cache.save(tmp_path / "cache")
     loaded = PagedCache.load(tmp_path / "cache", model.config)
-    with pytest.raises(ValueError, match="padding is stored like tokens"):
+    with pytest.raises(ValueError, match="padding may be stored like tokens"):
         loaded.pool.insert_prefix(loaded, out)
 
 
@@ -394,6 +396,9 @@ BAD_IN_ONE = [
     ("cache", lambda tensors, facts: facts.update(known=-1)),
     ("cache", lambda tensors, facts: facts.update(known=99)),
     ("cache", lambda tensors, facts: facts.update(known="20")),
+    ("cache", _set("freed_rows", lambda t: ~t)),
+    ("cache", _set("freed_rows", lambda t: t.int())),
+    ("cache", _set("freed_rows", lambda t: t[None])),
     ("prefixes", _set("tokens", lambda t: t[1:].clone())),
     ("prefixes", _set("tokens", lambda t: t.float())),
     ("prefixes", lambda tensors, facts: tensors.pop("tokens")),

@@ -77,8 +77,8 @@ def _attend_row(call: AttentionCall, row: int) -> torch.Tensor:
     out, lse = _flash(
         query, call.keys[None, new], call.values[None, new], call.scaling, is_causal=True
     )
-    if begin[0] < past:
-        keys, values = _cached(call, row, int(begin[0]), past)
+    keys, values = _cached(call, row, int(begin[0]), past)
+    if keys.shape[1]:
         out, lse = _merge(out, lse, *_flash(query, keys, values, call.scaling))
     return _with_sinks(out, lse, call.sinks)[0]
 
@@ -138,8 +138,8 @@ def _visible(call: AttentionCall, row: int, start: int, stop: int) -> tuple[torc
     if first < past:
         cached = _cached(call, row, first, past)
         keys, values = (torch.cat(pair, 1) for pair in zip(cached, (keys, values), strict=True))
-    column = torch.arange(first, first + keys.shape[1])
-    return keys, values, (column >= begin[:, None]) & (column <= position[:, None])
+    seen = torch.from_numpy(step.visible(row, first, int(position[-1]) + 1))
+    return keys, values, (seen >= begin[:, None]) & (seen <= position[:, None])
 
 
 def _cached(call: AttentionCall, row: int, start: int, stop: int) -> tuple[torch.Tensor, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..step import GroupStep
+from ..step import GroupStep, Step
 from .base import AttentionCall
 
 logger = logging.getLogger("hf_paged")
@@ -47,17 +47,19 @@ class Plan:
         starts, has_new = step.token_starts, step.counts > 0
         end = step.token_position + 1
         # The tokens of each row that any of its queries looks at; a row's first never decrease.
-        first, last = np.zeros(len(step), np.int64), np.zeros(len(step), np.int64)
-        first[has_new], last[has_new] = begin[starts[:-1][has_new]], end[starts[1:][has_new] - 1]
+        run_row = np.flatnonzero(has_new)
+        first, last = begin[starts[run_row]], end[starts[run_row + 1] - 1]
+        if step.hidden_tokens is not None:
+            run_row, first, last = _shown_runs(step, run_row, first, last)
         size = max(MIN_TASK, -(-int((last - first).sum()) // (threads * TASKS_A_THREAD)))
         tasks = -(-(last - first) // size)
-        row = np.repeat(np.arange(len(step)), tasks)
-        task_starts = np.concatenate([[0], tasks.cumsum()])
-        rank = np.arange(len(row)) - task_starts[row]
-        share = -(-(last - first) // np.maximum(tasks, 1))  # equal parts of a row
-        start = first[row] + rank * share[row]
+        run = np.repeat(np.arange(len(run_row)), tasks)
+        rank = np.arange(len(run)) - np.repeat(tasks.cumsum() - tasks, tasks)
+        share = -(-(last - first) // np.maximum(tasks, 1))  # equal parts of a run
+        row, start = run_row[run], first[run] + rank * share[run]
+        task_starts = np.searchsorted(row, np.arange(len(step) + 1))
         offset = np.concatenate([[0], (step.counts[row] * heads).cumsum()])
-        stop = np.minimum(start + share[row], last[row])
+        stop = np.minimum(start + share[run], last[run])
         results = int(offset[-1])
         self.threads = min(threads, len(row))
         self._counters = np.zeros(len(step) + 1, np.int64)
@@ -107,6 +109,21 @@ class Plan:
         else:
             function(ctypes.byref(arguments))
         return merged
+
+
+def _shown_runs(
+    step: Step, rows: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The runs of tokens between `first` and `last` of each row that its mask shows."""
+    assert step.hidden_tokens is not None
+    runs = []
+    for row, start, stop in zip(rows, first, last, strict=True):
+        shown = np.pad(~step.hidden_tokens[row, start:stop], 1).astype(np.int8)
+        change = np.diff(shown)
+        borders = zip(np.flatnonzero(change > 0), np.flatnonzero(change < 0), strict=True)
+        runs += [(row, start + low, start + high) for low, high in borders]
+    row, low, high = np.array(runs, np.int64).reshape(-1, 3).T
+    return row, low, high
 
 
 def refusal(call: AttentionCall) -> str | None:

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from ..geometry import dtype_name
-from ..step import GroupStep
+from ..step import GroupStep, Step
 from ..transfer import pinned, upload
 from .base import AttentionCall
 
@@ -155,6 +155,7 @@ def _requests(call: AttentionCall) -> _Requests:
     window = call.pattern.size if call.pattern.kind == "sliding" else call.group.window
     is_window = (
         window is not None
+        and call.group.step.hidden is None
         and call.pattern.kind != "chunked"
         and bool((begin == np.maximum(end - window, 0)).all())
     )
@@ -196,6 +197,18 @@ def _ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return indptr, owner, np.arange(indptr[-1]) + np.repeat(start - indptr[:-1], count)
 
 
+def _shown_tokens(
+    step: Step, row: np.ndarray, start: np.ndarray, stop: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`_ranges` of tokens of the rows `row`, without those that the mask hides."""
+    indptr, owner, token = _ranges(start, stop)
+    if step.hidden_tokens is None:
+        return indptr, owner, token
+    shown = ~step.hidden_tokens[row[owner], token]
+    owner, token = owner[shown], token[shown]
+    return np.searchsorted(owner, np.arange(len(row) + 1)), owner, token
+
+
 def _block_pages(group: GroupStep, row: np.ndarray, first: np.ndarray, stop: np.ndarray) -> _Pages:
     """Whole blocks from the one that holds token `first`."""
     size = group.block_size
@@ -206,7 +219,7 @@ def _block_pages(group: GroupStep, row: np.ndarray, first: np.ndarray, stop: np.
 
 def _slot_pages(group: GroupStep, requests: _Requests) -> _Pages:
     """Single slots, as pages of one token."""
-    indptr, owner, token = _ranges(requests.first, requests.stop)
+    indptr, owner, token = _shown_tokens(group.step, requests.row, requests.first, requests.stop)
     indices = group.token_slots(requests.row[owner], token)
     return _csr(1, indptr, indices, np.ones(len(requests.row)))
 
@@ -228,7 +241,9 @@ class _Unstored:
         indptr, row, token = _ranges(first, before)
         self._past = len(token)
         self._slots = upload([group.token_slots(row, token)], device)[0]
-        page_indptr, owner, token = _ranges(requests.first, requests.stop)
+        page_indptr, owner, token = _shown_tokens(
+            group.step, requests.row, requests.first, requests.stop
+        )
         row = requests.row[owner]
         indices = np.where(
             token < before[row],
@@ -257,7 +272,9 @@ class _Plan:
         if not group.stores_all:
             self._unstored = _Unstored(group, requests, call.query.device)
             pages = self._unstored.pages
-        elif requests.window is None and (requests.first % size).any():
+        elif group.step.hidden is not None or (
+            requests.window is None and (requests.first % size).any()
+        ):
             pages = _slot_pages(group, requests)
         else:
             split = _cascade(call, requests)

@@ -150,13 +150,15 @@ class PagedHFLM(HFLM):
             half = len(batch) // 2
             return self._logits(batch[:half]) + self._logits(batch[half:])
         [row] = batch
-        ids = torch.tensor([row.context + row.continuation], device=self.device)
+        tokens = [row.context + row.continuation]
+        ids = torch.tensor(tokens, dtype=torch.long, device=self.device)
         return [self._model_call(ids)[0, len(row.context) - 1 :]]
 
     @torch.no_grad()
     def _paged_logits(self, batch: list[Row]) -> list[torch.Tensor]:
         contexts = list(dict.fromkeys(row.context for row in batch))
-        context_of_row = torch.tensor([contexts.index(row.context) for row in batch])
+        numbers = [contexts.index(row.context) for row in batch]
+        context_of_row = torch.tensor(numbers, dtype=torch.long, device="cpu")
         ids, mask = self._padded(contexts, "left")
         with self.pool.match_prefix(ids, mask) as cache, self._autocast():
             self._compute(cache, ids, mask)
@@ -212,7 +214,7 @@ class PagedHFLM(HFLM):
         self, rows: Iterable[tuple[int, ...]], side: Literal["left", "right"]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and attention mask, int64 [rows, tokens]."""
-        ids = [torch.tensor(row, device=self.device) for row in rows]
+        ids = [torch.tensor(row, dtype=torch.long, device=self.device) for row in rows]
         return (
             pad_sequence(ids, batch_first=True, padding_side=side),
             pad_sequence(
@@ -223,7 +225,7 @@ class PagedHFLM(HFLM):
 
 def _answer(log_probs: torch.Tensor, continuation: list[int]) -> tuple[float, bool]:
     """Of [continuation, vocab] log-probabilities the sum, and whether all tokens are likeliest."""
-    tokens = torch.tensor(continuation, device=log_probs.device)
+    tokens = torch.tensor(continuation, dtype=torch.long, device=log_probs.device)
     is_greedy = bool((log_probs.argmax(-1) == tokens).all())
     return float(log_probs.gather(1, tokens[:, None]).sum()), is_greedy
 

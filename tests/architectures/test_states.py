@@ -11,7 +11,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
-from hf_paged.transfer import Download
 
 from .compare import text_inputs
 from .models import is_tested
@@ -62,10 +61,7 @@ def test_rows_move_with_their_states(name: str, move: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*filter(is_tested, ("jamba", "lfm2"))])
-def test_a_step_that_cannot_be_undone_waits_for_its_mask(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Download, "has_arrived", lambda download: False)
+def test_hidden_tokens(name: str) -> None:
     model, logits = tiny(name, "hf_paged"), []
     ids = text_inputs(padding=0)["input_ids"]
     mask = torch.ones(len(ids), ids.shape[1] + 2, dtype=torch.long)
