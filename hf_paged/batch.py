@@ -33,7 +33,7 @@ from .table import BlockTables, Tokens, slots_in
 from .transfer import upload
 from .view import Calls, LayerPages, LazyMask
 
-ENDLESS = np.iinfo(np.int64).max
+ENDLESS = int(np.iinfo(np.int64).max)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -101,8 +101,7 @@ class Batch:
         self._may_differ = True  # whether the next step may be of another model or config
         # int64 [rows], the columns whose K/V follow from the tokens and the identity; None for all.
         self._own: np.ndarray | None = None
-        # Rows (bool [rows], on a device) that have got other positions, from which column on.
-        self._moved: tuple[int, torch.Tensor] | None = None
+        self._moved: torch.Tensor | None = None  # the same of other positions, not read yet
         self._outside: tuple[Snapshot, Tokens] | None = None
         self._freed_rows: np.ndarray | None = None  # bool [rows], if there are any
         self.calls = Calls()
@@ -571,7 +570,7 @@ class Batch:
             self._whole = self.tables.select(np.arange(rows))
             self.tables.end_rows(before)
         if differs:
-            self._limit_own(np.ones(rows, bool), step.before.columns)
+            self._limit_own(np.full(rows, step.before.columns))
         self.tables.append(step.after, self.record_past, sharing)
         self._make_group_steps()
         self._pass_over(layer)
@@ -583,17 +582,21 @@ class Batch:
         """From this column on a row's K/V may be of more or less than its own past alone."""
         self._known = column if self._known is None else min(self._known, column)
 
-    def _limit_own(self, rows: np.ndarray, column: int) -> None:
-        """From this column on K/V of the rows (bool [rows]) do not follow from their tokens."""
-        if rows.any():
-            own = np.full(len(rows), ENDLESS) if self._own is None else self._own
-            self._own = np.where(rows, np.minimum(own, column), own)
+    def _limit_own(self, columns: np.ndarray) -> None:
+        """Behind so many columns of each row K/V do not follow from the tokens and the identity."""
+        own = columns if self._own is None else np.minimum(self._own, columns)
+        self._own = own if (own < ENDLESS).any() else None
+
+    def _note_moved(self, step: Step) -> None:
+        """Keep where a complete step has moved tokens, on the device, which is not waited for."""
+        if step.moved is not None:
+            columns = torch.where(step.moved, step.before.columns, ENDLESS)
+            self._moved = columns if self._moved is None else self._moved.minimum(columns)
 
     def _read_moved(self) -> None:
         """Note which rows have got other positions than in a prompt alone."""
         if self._moved is not None:
-            column, moved = self._moved
-            self._limit_own(moved.cpu().numpy(), column)
+            self._limit_own(self._moved.cpu().numpy())
             self._moved = None
 
     def _own_of(self, rows: np.ndarray) -> np.ndarray | None:
@@ -665,6 +668,7 @@ class Batch:
             self._check_usable()
         elif self.step is not None:
             self._has_completed = True
+            self._note_moved(self.step)
 
     def _check_retry(self, layer: int, keys: torch.Tensor) -> None:
         """Refuse what follows an unfinished first step, unless it is that step once more.
@@ -725,11 +729,6 @@ class Batch:
         behind: set[int] = set()
         if self.step is not None:
             self.step.is_current = False
-            if self.step.moved is not None and not self._behind:
-                column, moved = self._moved or (self.step.before.columns, self.step.moved)
-                self._moved = column, moved | self.step.moved
-                if not moved.is_cuda:
-                    self._read_moved()
         self.step, self._behind, self._has_failed = None, behind, False
         self._sharing, self._group_steps = None, []
         self._drop_whole()

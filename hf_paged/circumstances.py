@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 # Whose hooks move tensors or copy them: what they return are the same states.
 HARMLESS = ("torch.distributed.", "transformers.")
+# Modules that say by `training` whether chance has a part in what they compute.
+IN_TRAINING = (PreTrainedModel, _DropoutNd)
 
 
 class Watched(NamedTuple):
@@ -36,7 +38,7 @@ def watched(modules: list[torch.nn.Module]) -> Watched:
     training: list[torch.nn.Module] = []
     for module in modules:
         hooks += module._forward_pre_hooks, module._forward_hooks
-        if isinstance(module, PreTrainedModel | _DropoutNd):
+        if isinstance(module, IN_TRAINING):
             training.append(module)
     return Watched(hooks, training)
 
@@ -78,7 +80,8 @@ def _returns_nothing(code: CodeType) -> bool:
     for instruction in dis.get_instructions(code):
         if instruction.opname.startswith("RETURN_"):
             value = instruction if instruction.opname == "RETURN_CONST" else before
-            if "CONST" not in value.opname or value.argval is not None:
+            is_none = "CONST" in value.opname and value.argval is None
+            if not is_none or (value is before and instruction.is_jump_target):
                 return False
         before = instruction
     return True
