@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from .backends import AttentionCall, Backend, backend_for
 from .backends.dense import causal_mask, reference_attention
 from .batch import KVLength
+from .geometry import NAME, models_of
 from .step import Pattern
-from .view import Densifying, LayerPages, LazyMask, PagedView, without_gradient
+from .view import COMPILED, PAGED, Densifying, LayerPages, LazyMask, PagedView, without_gradient
 
-NAME = "hf_paged"
+MORE_THAN_A_PATTERN = "a mask that is more than causal, sliding or chunked"
 # Models that attend without a mask where a step has one token.
 UNMASKED_TOKENS = {"led"}
 
@@ -87,9 +84,9 @@ def paged_attention(
         plan = _plan(query, pages, attention_mask, causal, extras, scaling, softcap, s_aux)
         if not isinstance(plan, str):
             backend, call = plan
-            pages.calls.paged += 1
+            pages.count(PAGED)
             return without_gradient(query, _attend, backend, call), None
-        pages.calls.dense[plan] += 1
+        pages.count(plan)
         if attention_mask is not None and not isinstance(attention_mask, LazyMask):
             _check_custom(attention_mask, pages)
     key, value = _dense(key), _dense(value)
@@ -182,9 +179,11 @@ def paged_mask(
         mask.among_tokens = _ask_pattern(mask_function, local_size, config, device)
     if attention_mask is not None:
         if attention_mask.shape[-1] != kv_offset + kv_length:
+            help = "; assisted decoding and prompt lookup take a fresh cache"
             raise ValueError(
                 f"The attention_mask covers {attention_mask.shape[-1]} tokens, but {q_length} new "
-                f"ones follow {kv_offset + kv_length - q_length} in the cache; it must cover all."
+                f"ones follow {kv_offset + kv_length - q_length} in the cache; it must cover all"
+                f"{help if batch.may_repeat else ''}."
             )
         if getattr(config, "model_type", None) in UNMASKED_TOKENS and not attention_mask.all():
             raise ValueError(
@@ -203,16 +202,10 @@ def _adds_masks(config_type: Any) -> bool:
 
     So do those that cannot run sdpa, and those that compute attention without the interface.
     """
-    models = [model for model in _subclasses(PreTrainedModel) if model.config_class is config_type]
     return any(
-        not model._supports_sdpa or not model._can_set_attn_implementation() for model in models
+        not model._supports_sdpa or not model._can_set_attn_implementation()
+        for model in models_of(config_type)
     )
-
-
-def _subclasses(kind: Any) -> Iterator[Any]:
-    for subclass in kind.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
 
 
 def _ask_pattern(
@@ -303,7 +296,7 @@ def _plan(
         return "queries that are not this step's"
     pattern = _pattern(mask, pages, is_causal)
     if pattern is None:
-        return "a mask that is more than causal, sliding or chunked"
+        return COMPILED if pages.is_compiled else MORE_THAN_A_PATTERN
     call = AttentionCall(
         query=step.unpad(query.detach()),
         keys=pages.token_keys,

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from .backends import backend_for
-from .caller import calling_module, is_inside_model, is_on_embeddings
+from .caller import is_inside_model, is_on_embeddings
 from .circumstances import autocast_dtype
+from .geometry import advise, other_attention
 from .pool import BlockPool, LayerStorage, is_debugging
 from .sharing import Sharing, find_sharing
 from .snapshot import Snapshot
@@ -69,8 +70,8 @@ def _exclusive(method: Method) -> Method:
 
 # What a batch knows besides its tokens and blocks, and a copy of it has to know.
 _KNOWN = (
-    *("_records_past", "_cut_at", "_known", "_own", "_freed_rows"),
-    *("may_hold_padding", "identity", "autocast", "_idle", "_has_completed"),
+    *("record_past", "_known", "_own", "_freed_rows", "may_hold_padding", "identity"),
+    *("autocast", "_idle", "_has_completed"),
 )
 
 
@@ -89,7 +90,9 @@ class Batch:
         self.step: Step | None = None
         self._group_steps: list[GroupStep] = []
         self._sharing: Sharing | None = None
-        self._records_past, self._cut_at = False, 0
+        self.record_past = False  # whether tokens outside of windows are kept until `crop`
+        # Whether the next step may be what is there once more, as assisted decoding begins.
+        self.may_repeat = False
         # The columns whose K/V are those of the caller's sequences, each behind its own past alone:
         # not after beam search has moved rows, nor under a mask that is more than a pattern.
         self._known: int | None = None
@@ -122,21 +125,13 @@ class Batch:
         self._shown: tuple[Tokens, torch.Tensor] | None = None
         # What the rows held before this step ended some of them at what its mask shows.
         self._whole: BlockTables | None = None
+        # Why what reads K/V in the step under way cannot be given views, None if it can.
+        self._gathered: str | None = None
+        # Whether compiled code has made that step's mask, and whether it makes the next one's.
+        self._is_compiled = self._will_be_compiled = False
         self._lock = threading.RLock()
         self._thread = threading.current_thread()  # whose step is under way
-        self._is_by_hand = False  # whether no model has begun the step under way
-        self._was_left = False  # whether others have asked since that its model has gone on with it
-
-    @property
-    def record_past(self) -> bool:
-        """Whether tokens that leave a window are kept until the next `crop`."""
-        return self._records_past
-
-    @record_past.setter
-    def record_past(self, value: bool) -> None:
-        if value and not self._records_past:
-            self._cut_at = self._complete.columns  # until here windows have dropped what they could
-        self._records_past = value
+        self._was_left = False  # whether others have asked since that its forward has gone on
 
     @property
     def rows(self) -> int:
@@ -185,8 +180,6 @@ class Batch:
         """Whether the caller is in the forward whose step some layers are behind in."""
         if self._has_failed or self._thread is not threading.current_thread():
             return False
-        if self._is_by_hand:
-            return True
         # Once a model asks what to go on from, the forward before has failed, whoever asks next.
         self._was_left = self._was_left or not is_inside_model()
         return not self._was_left
@@ -200,11 +193,18 @@ class Batch:
         if tokens is not self._complete:
             return length, offset  # a layer asks that has the step's tokens: no mask of this step
         self._masks.pop(threading.get_ident(), None)
-        return KVLength(length, self), offset
+        # That of flex_attention is compiled code, and compiled anew for every int of ours.
+        if self.pool.attending._attn_implementation != "flex_attention":
+            length = KVLength(length, self)
+        return length, offset
 
     def note_mask(self, mask: LazyMask) -> None:
         """Keep the mask of the step that comes; it says which new columns are tokens."""
         self._masks[threading.get_ident()] = weakref.ref(mask)
+
+    def note_compiled(self) -> None:
+        """Remember that compiled code makes the mask of the forward under way."""
+        self._will_be_compiled = True
 
     @_exclusive
     def update(
@@ -213,11 +213,13 @@ class Batch:
         keys: torch.Tensor,
         values: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-    ) -> LayerPages:
+        gathered: str | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's new K/V ([rows, kv_heads, columns, head_dim]) and show all of them.
 
         Args:
             position_ids: those of the new columns, where the model passes them.
+            gathered: why they cannot be shown as views, if not for what the config says.
 
         Raises:
             PoolExhausted: too few blocks are free; nothing is written.
@@ -266,9 +268,12 @@ class Batch:
             if self._behind and self.step is not None:
                 self._roll_back(self.step)
             raise
+        if gathered is None and self._gathered is not None:
+            gathered = self._gathered
+            advise(gathered)
         past = step.before.columns
         visible = past if group.window is None else min(past, group.window - 1)
-        return LayerPages(
+        pages = LayerPages(
             group,
             storage,
             keys,
@@ -279,7 +284,9 @@ class Batch:
             past - visible,
             self.calls,
             self.backend,
+            self._is_compiled,
         )
+        return pages.views() if gathered is None else pages.tensors(gathered)
 
     def _stored_dims(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int]:
         """The widths of a head in memory that the attention backend asks for."""
@@ -303,8 +310,7 @@ class Batch:
         tables = self.tables if tokens is self.tables.tokens else self._complete_tables
         window, columns = self.pool.groups[index].window, tokens.columns
         if window is not None:
-            cut_at = min(self._cut_at, columns) if self.record_past else columns
-            columns -= max(cut_at - window + 1, 0)
+            columns = min(columns, window - 1)
         return tables.column_slots(index, tokens, columns)
 
     @_exclusive
@@ -374,6 +380,10 @@ class Batch:
         """Begin with the rows of `tables`, whose first `known` columns are (None: all) known."""
         self.identity, self.autocast = identity, autocast
         self.tables, self._known = tables, known
+
+    def start_recording(self) -> None:
+        """Keep what leaves a window until the next crop, as assisted decoding asks for first."""
+        self.record_past, self.may_repeat = True, self._complete.columns > 0
 
     @_exclusive
     def note_move(self) -> None:
@@ -445,7 +455,6 @@ class Batch:
             if self._own is not None:
                 self._own = np.where(self._own < remaining, self._own, ENDLESS)
         self.tables.drop_outside_windows()
-        self._cut_at = self.columns
         self._end_step()
 
     @_exclusive
@@ -486,6 +495,7 @@ class Batch:
         """Give all blocks back; the batch is as new."""
         if self.is_freed:
             self._check_usable()
+        self._check_between_forwards()
         with self._tearing():
             self._clear(for_good=False)
 
@@ -503,7 +513,7 @@ class Batch:
         self.tables, self.is_freed, self._outside = tables, for_good, None
         old.release()
         self._known = self._own = self._moved = self._freed_rows = self._blamed = None
-        self.may_hold_padding, self._cut_at = False, 0
+        self.may_hold_padding = False
 
     def _begin_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Step:
         rows, columns = keys.shape[0], keys.shape[2]
@@ -531,6 +541,13 @@ class Batch:
             raise self._wrong_rows(rows)
         if not self.record_past:
             self.tables.drop_outside_windows()
+        may_repeat, self.may_repeat = self.may_repeat, False
+        if may_repeat and columns > 1 and self._is_repeated(layer, keys):
+            raise ValueError(
+                f"The forward begins anew with the first of the {self.columns} tokens that are in "
+                "the cache; assisted decoding and prompt lookup compute all of input_ids, so pass "
+                "a fresh cache, or only the new input_ids with the attention_mask of all."
+            )
         is_fork = len(before) != rows  # one row serves as the prompt of many
         if is_fork and self.pool.stateful_layers:
             raise ValueError(
@@ -552,11 +569,10 @@ class Batch:
             states = step.unpad(keys.detach()), step.unpad(values.detach())
             sharing = find_sharing(step, *states, self.pool.block_size)
         behind = set(self.pool.group_of_layer) - self._idle
-        thread, is_by_hand = threading.current_thread(), calling_module() is None
+        thread = threading.current_thread()
         self.num_steps += 1
         # From here on the step is under way, and rolled back if it fails.
-        self.step, self._sharing = step, sharing
-        self._thread, self._is_by_hand = thread, is_by_hand
+        self.step, self._sharing, self._thread = step, sharing, thread
         self._shown = None
         if mask is not None and mask.padding is not None and len(mask.padding) == rows:
             is_exact = step.hidden is None and self._freed_rows is None
@@ -577,6 +593,20 @@ class Batch:
         if is_debugging():
             self.pool.check()
         return step
+
+    def _is_repeated(self, layer: int, keys: torch.Tensor) -> bool:
+        """Whether most of a forward's keys are, up to rounding, those that the batch begins with:
+        of the same tokens in the same positions."""
+        if len(keys) != self.rows:
+            return False
+        index = self.pool.group_of_layer[layer]
+        slots = self.tables.column_slots(index, self.tokens, self.columns)[:, : keys.shape[2]]
+        row, column = np.nonzero(slots >= 0)
+        stored = self.pool.groups[index].storage[layer].key_slots
+        held = stored[torch.from_numpy(slots[row, column]).to(stored.device)].float()
+        near = max(1 / 32, torch.finfo(stored.dtype).eps) * held.abs()
+        is_near = (keys.detach()[row, :, column].float() - held).abs() <= near
+        return 2 * int((is_near.flatten(1).float().mean(1) > 0.9).sum()) > len(row)
 
     def _note_mixed(self, column: int) -> None:
         """From this column on a row's K/V may be of more or less than its own past alone."""
@@ -639,17 +669,17 @@ class Batch:
             self._behind -= self._idle
 
     def _settle(self) -> None:
-        """Roll back the step that a failed forward has left unfinished.
+        """Roll back the step that a failed forward has left unfinished."""
+        self._check_between_forwards()
+        self._undo_unfinished()
 
-        Raises:
-            RuntimeError: the forward has not failed: the caller is in the middle of it.
-        """
-        if self._behind and not self._is_by_hand and self._is_under_way():
+    def _check_between_forwards(self) -> None:
+        """Raise RuntimeError in the middle of a forward that has not failed."""
+        if self._behind and self._is_under_way():
             raise RuntimeError(
                 "A layer or a hook has called this in the middle of a forward of this PagedCache, "
                 "when its layers hold different tokens; do it before or behind the forward."
             )
-        self._undo_unfinished()
 
     def _undo_unfinished(self) -> None:
         self._check_usable()
@@ -773,6 +803,8 @@ class Batch:
             ValueError: it shows a column that is not stored.
         """
         self.may_hold_padding |= mask is None
+        self._gathered = other_attention(self.pool.attending) if mask is None else None
+        self._is_compiled, self._will_be_compiled = self._will_be_compiled, False
         padding = None if mask is None else mask.padding
         new = hidden = None
         if padding is not None and before.columns and len(padding) != rows:

@@ -17,17 +17,12 @@ from transformers import PreTrainedModel
 _CALL = torch.nn.Module._call_impl.__code__  # what runs a module's forward and its hooks
 
 
-def calling_module() -> torch.nn.Module | None:
-    """The innermost module whose forward or hook the caller is in."""
-    return next(iter(_modules(sys._getframe(1))), None)
-
-
 def is_inside_model() -> bool:
-    """Whether the caller is in a layer (or any other part) of a model of transformers, or in a hook
+    """Whether the caller is in a layer (or another part) of a model of transformers, or in a hook
     on one. The model's own forward is not: there a new forward asks what it is to go on from."""
     is_part = False
-    for module in _modules(sys._getframe(1)):
-        if isinstance(module, PreTrainedModel):
+    for frame in _calls(sys._getframe(1)):
+        if isinstance(frame.f_locals["self"], PreTrainedModel):
             return is_part
         is_part = True
     return False
@@ -42,13 +37,8 @@ def is_on_embeddings() -> bool:
     return given.get("inputs_embeds") is not None
 
 
-def _modules(frame: FrameType | None) -> Iterator[torch.nn.Module]:
-    """The modules whose calls are on the stack, the innermost first."""
-    for call in _calls(frame):
-        yield call.f_locals["self"]
-
-
 def _calls(frame: FrameType | None) -> Iterator[FrameType]:
+    """The calls of modules on the stack, the innermost first."""
     while frame is not None:
         if frame.f_code is _CALL:
             yield frame

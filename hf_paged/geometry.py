@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicIndexedLayer,
@@ -18,6 +21,11 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+logger = logging.getLogger("hf_paged")
+
+NAME = "hf_paged"  # of our attention and mask functions
+READ_BY_MODEL = "the model reads K/V itself"
+UNNAMED = "an attention implementation that the config does not name"
 KEEPING_LAYERS = (CacheLayerMixin, LinearAttentionCacheLayerMixin)  # not those that share K/V
 # The layers that keep nothing but K/V, which are in blocks; and those whose K/V are in blocks and
 # whose other states stay as transformers keeps them. All others keep transformers' own layer.
@@ -77,6 +85,54 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
         decoder = copy.deepcopy(decoder)
         decoder.num_hidden_layers = layers
     return decoder
+
+
+def attending_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config in which the decoder of a whole model's looks up its attention implementation."""
+    decoder = decoder_config(config)
+    return config if type(decoder) is type(config) else decoder  # not a copy, which goes stale
+
+
+def models_of(config_type: type[PreTrainedConfig]) -> Iterator[type[PreTrainedModel]]:
+    """The models of transformers, as far as they are imported, that are made from such a config."""
+    return (model for model in _subclasses(PreTrainedModel) if model.config_class is config_type)
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def other_attention(config: PreTrainedConfig) -> str | None:
+    """What reads K/V instead of our attention function, None if that does.
+
+    Args:
+        config: where the model looks it up.
+    """
+    name = config._attn_implementation
+    if name == NAME:
+        return None
+    if not _can_choose(type(config)):  # type: ignore[arg-type]  # a class is hashable
+        return READ_BY_MODEL
+    return f"another attention implementation ({name})" if name else UNNAMED
+
+
+@cache
+def _can_choose(config_type: Any) -> bool:
+    models = list(models_of(config_type))
+    return not models or any(model._can_set_attn_implementation() for model in models)
+
+
+@cache
+def advise(reader: str) -> None:
+    """Say once in the log what would read K/V faster than this reader that is not ours."""
+    if reader != READ_BY_MODEL:
+        logger.warning(
+            "K/V of a PagedCache are gathered in each step for %s; load the model with "
+            'attn_implementation="hf_paged", which most models take, to have them read in place.',
+            reader,
+        )
 
 
 def dynamic_layers(config: PreTrainedConfig) -> list[Any]:

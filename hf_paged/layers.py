@@ -19,7 +19,7 @@ from .batch import Batch
 from .edit import assign, edit
 from .geometry import cross_layers
 from .pool import LayerStorage
-from .view import LayerPages, ReadOnly, gather
+from .view import COMPILED, ReadOnly, gather
 
 
 # A compiled forward breaks its graph here, and gets ordinary numbers and tensors: it can neither
@@ -32,6 +32,7 @@ def _columns(batch: Batch, index: int) -> int:
 @torch.compiler.disable
 def _mask_sizes(batch: Batch, index: int, queries: int) -> tuple[int, int]:
     length, offset = batch.mask_sizes(index, queries)
+    batch.note_compiled()
     return int(length), offset
 
 
@@ -43,8 +44,7 @@ def _updated(
     values: torch.Tensor,
     position_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    pages: LayerPages = batch.update(index, keys, values, position_ids)
-    return pages.tensors()
+    return batch.update(index, keys, values, position_ids, COMPILED)
 
 
 @torch.compiler.disable
@@ -97,7 +97,10 @@ class PagedLayer(DynamicLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """A copy of the keys that DynamicCache would hold, which cannot be written to."""
+        """A copy of the keys that DynamicCache would hold, padding zero; it cannot be written to.
+
+        In a layer or a hook in the middle of a forward these include its tokens.
+        """
         return self._copy("keys")
 
     @keys.setter
@@ -107,7 +110,7 @@ class PagedLayer(DynamicLayer):
 
     @property
     def values(self) -> torch.Tensor | None:
-        """A copy of the values that DynamicCache would hold, which cannot be written to."""
+        """A copy of the values, as of the keys."""
         return self._copy("values")
 
     @values.setter
@@ -121,19 +124,22 @@ class PagedLayer(DynamicLayer):
             return states
         return ReadOnly(states, f"with cache.edit({self._index}) as (keys, values): ...")
 
+    def activate_past_recording(self) -> None:
+        self._batch.start_recording()
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Blocks are taken by `update`."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [batch, kv_heads, tokens, head_dim] K/V; returns views of all that are shown."""
+        """Write [batch, kv_heads, tokens, head_dim] K/V; returns all that are shown, as views where
+        our attention function reads them."""
         # What the model hands down to its attention layers; versions before 5.24 do not pass it.
         position_ids = kwargs.get("kwargs", {}).get("position_ids")
         if torch.compiler.is_compiling():
             return _updated(self._batch, self._index, key_states, value_states, position_ids)
-        pages: LayerPages = self._batch.update(self._index, key_states, value_states, position_ids)
-        return pages.views()
+        return self._batch.update(self._index, key_states, value_states, position_ids)
 
     def get_seq_length(self) -> int:
         if torch.compiler.is_compiling():

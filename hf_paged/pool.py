@@ -39,6 +39,7 @@ from .fingerprint import (
     read_model,
 )
 from .geometry import (
+    attending_config,
     bytes_per_token,
     check_cacheable,
     decoder_config,
@@ -386,7 +387,7 @@ class BlockPool:
             )
         self._model, self.whole_config = model, config
         self.media_tokens = media_tokens(config)
-        self.config = decoder_config(config)
+        self.config, self.attending = decoder_config(config), attending_config(config)
         check_cacheable(self.config)
         self._config_facts = copy.deepcopy(config_facts(config))
         self._config_fingerprint = config_fingerprint(config)

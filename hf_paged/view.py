@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from .geometry import READ_BY_MODEL
 from .pool import LayerStorage, bits
 from .step import GroupStep, Pattern
+
+PAGED, COMPILED = "paged", "torch.compile"  # ways of an attention call
 
 
 @dataclass
@@ -41,6 +44,8 @@ class LayerPages:
         kv_length, kv_offset: the columns that the layer shows, as in `Cache.get_mask_sizes`.
         calls: how often the layers of this cache were read which way.
         backend: name of the attention backend to use, or "auto".
+        is_compiled: whether compiled code has made the mask, an ordinary one.
+        counted: which way the last attention call on them went.
     """
 
     group: GroupStep
@@ -53,18 +58,30 @@ class LayerPages:
     kv_offset: int
     calls: Calls
     backend: str
+    is_compiled: bool
+    counted: str | None = None
+
+    def count(self, way: str) -> None:
+        """Count an attention call: PAGED, or why the states are gathered first."""
+        if self.counted == READ_BY_MODEL:
+            return  # they were gathered before it, and that is counted
+        self.counted = way
+        if way == PAGED:
+            self.calls.paged += 1
+        else:
+            self.calls.dense[way] += 1
 
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The (keys, values) views that `Cache.update` returns."""
+        """(keys, values) without data, for whatever can read blocks or densifies them."""
         keys, values = self.keys, self.values
         return (
             without_gradient(keys, PagedView, self, keys, self.storage.keys),
             without_gradient(values, PagedView, self, values, self.storage.values),
         )
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same (keys, values) as ordinary tensors, for a compiled forward."""
-        self.calls.dense["torch.compile"] += 1
+    def tensors(self, reason: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same (keys, values) as ordinary tensors, and why."""
+        self.count(reason)
         return (
             without_gradient(self.keys, self.dense, self.keys.detach(), self.storage.keys),
             without_gradient(self.values, self.dense, self.values.detach(), self.storage.values),
@@ -225,6 +242,8 @@ class PagedView(Densifying):
 
     def densify(self) -> torch.Tensor:
         if self._dense is None:
+            if self.pages.counted is None:
+                self.pages.count(READ_BY_MODEL)
             self._dense = self.pages.dense(self._new.detach(), self._blocks)
         return self._dense
 

@@ -328,6 +328,7 @@ def test_a_step_without_tokens() -> None:
 def test_layers_on_several_devices() -> None:
     """Blocks, index arrays and workspaces are per device; "meta" stands for a second GPU."""
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, hidden_size=32)
+    config._attn_implementation = "hf_paged"  # or it gives out ordinary tensors
     cache = PagedCache(config=config, block_size=4, backend="flashinfer")
     states = torch.randn(1, 2, 7, 16).to(BF16)
 

@@ -94,7 +94,8 @@ def decode_path(model: PreTrainedModel, cache: PagedCache, whole: Cache, inputs:
     if dense:
         some = "some layers " if report.paged_calls > first.calls[0] else ""
         return f"{some}dense: {', '.join(sorted(dense))}"
-    return "paged" if report.paged_calls > first.calls[0] else "dense: the model reads K/V itself"
+    assert report.paged_calls > first.calls[0]
+    return "paged"
 
 
 def groups(cache: PagedCache) -> str:
