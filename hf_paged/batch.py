@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from .backends import backend_for
-from .caller import is_inside_model
+from .caller import is_inside_model, is_on_embeddings
+from .circumstances import autocast_dtype
 from .geometry import advise, other_attention
 from .pool import BlockPool, LayerStorage, is_debugging
 from .sharing import Sharing, find_sharing
@@ -32,6 +33,8 @@ from .step import GroupStep, Step
 from .table import BlockTables, Tokens, slots_in
 from .transfer import upload
 from .view import Calls, LayerPages, LazyMask
+
+ENDLESS = int(np.iinfo(np.int64).max)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -67,8 +70,8 @@ def _exclusive(method: Method) -> Method:
 
 # What a batch knows besides its tokens and blocks, and a copy of it has to know.
 _KNOWN = (
-    *("record_past", "_known", "_freed_rows", "may_hold_padding", "identity"),
-    *("_idle", "_has_completed"),
+    *("record_past", "_known", "_own", "_freed_rows", "may_hold_padding", "identity"),
+    *("autocast", "_idle", "_has_completed"),
 )
 
 
@@ -97,6 +100,11 @@ class Batch:
         self.may_hold_padding = False
         # `BlockPool.identity` when the first token was stored: what the K/V are of.
         self.identity: str | None = None
+        self.autocast: str | None = None  # `autocast_dtype` at that time
+        self._may_differ = True  # whether the next step may be of another model or config
+        # int64 [rows], the columns whose K/V follow from the tokens and the identity; None for all.
+        self._own: np.ndarray | None = None
+        self._moved: torch.Tensor | None = None  # the same of other positions, not read yet
         self._outside: tuple[Snapshot, Tokens] | None = None
         self._freed_rows: np.ndarray | None = None  # bool [rows], if there are any
         self.calls = Calls()
@@ -200,11 +208,17 @@ class Batch:
 
     @_exclusive
     def update(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, gathered: str | None = None
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        gathered: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's new K/V ([rows, kv_heads, columns, head_dim]) and show all of them.
 
         Args:
+            position_ids: those of the new columns, where the model passes them.
             gathered: why they cannot be shown as views, if not for what the config says.
 
         Raises:
@@ -233,6 +247,7 @@ class Batch:
                 storage = self.pool.layer_storage(layer, keys, values, self._stored_dims)
             else:
                 step = self._continue_step(layer, keys)
+            step.note_positions(position_ids)
             new_keys, new_values = step.unpad(keys.detach()), step.unpad(values.detach())
             if self._sharing is not None and not begins:  # the first layer's is how it was found
                 self._part(self._sharing.differing(step, new_keys, new_values))
@@ -348,11 +363,23 @@ class Batch:
         for all, in the rows that its caller thinks."""
         self._settle()
         self._end_step()
+        self._read_moved()
+        self._may_differ = True
         return self.tables, self._known
 
-    def adopt(self, tables: BlockTables, identity: str, known: int | None) -> None:
+    @property
+    def own_columns(self) -> np.ndarray:
+        """int64 [rows], behind `known_tables` the columns whose K/V are those of the row's tokens
+        in a prompt alone, as the model of the cache's identity computes them."""
+        every = np.full(self.rows, self.columns)
+        return every if self._own is None else np.minimum(every, self._own)
+
+    def adopt(
+        self, tables: BlockTables, identity: str, autocast: str | None, known: int | None
+    ) -> None:
         """Begin with the rows of `tables`, whose first `known` columns are (None: all) known."""
-        self.tables, self.identity, self._known = tables, identity, known
+        self.identity, self.autocast = identity, autocast
+        self.tables, self._known = tables, known
 
     def start_recording(self) -> None:
         """Keep what leaves a window until the next crop, as assisted decoding asks for first."""
@@ -382,7 +409,7 @@ class Batch:
         batch = Batch(self.pool, self.backend, self.share_prompts)
         batch.tables = self.tables.select(rows)
         vars(batch).update({name: copy.copy(getattr(self, name)) for name in _KNOWN})
-        batch._freed_rows = self._freed_among(rows)
+        batch._freed_rows, batch._own = self._freed_among(rows), self._own_of(rows)
         return batch
 
     def packed(self) -> dict[str, Any]:
@@ -424,6 +451,9 @@ class Batch:
                 self.tables.truncate(remaining)
             if self._known is not None:
                 self._known = min(self._known, remaining)
+            self._read_moved()
+            if self._own is not None:
+                self._own = np.where(self._own < remaining, self._own, ENDLESS)
         self.tables.drop_outside_windows()
         self._end_step()
 
@@ -482,7 +512,7 @@ class Batch:
         old, tables = self.tables, BlockTables(self.pool)
         self.tables, self.is_freed, self._outside = tables, for_good, None
         old.release()
-        self._known = self._freed_rows = self._blamed = None
+        self._known = self._own = self._moved = self._freed_rows = self._blamed = None
         self.may_hold_padding = False
 
     def _begin_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Step:
@@ -491,8 +521,17 @@ class Batch:
         is_first = not before.columns
         if is_first:
             before = Tokens.none(rows)
-            self._known = self._freed_rows = None
+            self._known = self._own = self._moved = self._freed_rows = None
             self.may_hold_padding, self.identity = False, self.pool.identity()
+            self.autocast, self._may_differ = autocast_dtype(), False
+        elif columns > 1 or self._may_differ:  # other steps follow one that was looked at
+            self._may_differ = self.pool.identity() != self.identity
+        differs = (
+            self._may_differ
+            or autocast_dtype() != self.autocast
+            or self.pool.is_altered()
+            or is_on_embeddings()
+        )
         if self._freed_rows is not None and columns > 1:
             raise RuntimeError(
                 "Rows of this cache have been freed, so it cannot go on with more than the token "
@@ -546,6 +585,8 @@ class Batch:
         if ended is not None:
             self._whole = self.tables.select(np.arange(rows))
             self.tables.end_rows(before)
+        if differs:
+            self._limit_own(np.full(rows, step.before.columns))
         self.tables.append(step.after, self.record_past, sharing)
         self._make_group_steps()
         self._pass_over(layer)
@@ -570,6 +611,27 @@ class Batch:
     def _note_mixed(self, column: int) -> None:
         """From this column on a row's K/V may be of more or less than its own past alone."""
         self._known = column if self._known is None else min(self._known, column)
+
+    def _limit_own(self, columns: np.ndarray) -> None:
+        """Behind so many columns of each row K/V do not follow from the tokens and the identity."""
+        own = columns if self._own is None else np.minimum(self._own, columns)
+        self._own = own if (own < ENDLESS).any() else None
+
+    def _note_moved(self, step: Step) -> None:
+        """Keep where a complete step has moved tokens, on the device, which is not waited for."""
+        if step.moved is not None:
+            columns = torch.where(step.moved, step.before.columns, ENDLESS)
+            self._moved = columns if self._moved is None else self._moved.minimum(columns)
+
+    def _read_moved(self) -> None:
+        """Note which rows have got other positions than in a prompt alone."""
+        if self._moved is not None:
+            self._limit_own(self._moved.cpu().numpy())
+            self._moved = None
+
+    def _own_of(self, rows: np.ndarray) -> np.ndarray | None:
+        self._read_moved()
+        return None if self._own is None else self._own[rows]
 
     def _make_group_steps(self) -> None:
         assert self.step is not None
@@ -636,6 +698,7 @@ class Batch:
             self._check_usable()
         elif self.step is not None:
             self._has_completed = True
+            self._note_moved(self.step)
 
     def _check_retry(self, layer: int, keys: torch.Tensor) -> None:
         """Refuse what follows an unfinished first step, unless it is that step once more.
@@ -688,6 +751,8 @@ class Batch:
             self._replace_tables(np.zeros(rows, np.int64))
         elif len(self.tables.tokens) != rows:
             self.tables = BlockTables(self.pool, rows)
+        if not columns:
+            self._own = None
         self._end_step()
 
     def _end_step(self) -> None:
@@ -705,8 +770,8 @@ class Batch:
 
     def _replace_tables(self, rows: np.ndarray) -> None:
         old, tables = self.tables, self.tables.select(rows)
-        freed = self._freed_among(rows)
-        self.tables, self._freed_rows = tables, freed
+        freed, own = self._freed_among(rows), self._own_of(rows)
+        self.tables, self._freed_rows, self._own = tables, freed, own
         old.release()
 
     def _freed_among(self, rows: np.ndarray) -> np.ndarray | None:

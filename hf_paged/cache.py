@@ -87,19 +87,32 @@ class PagedCache(DynamicCache):
         self._set_batch(Batch(pool, backend, share_prompts))
 
     @classmethod
-    def holding(cls, tables: BlockTables, identity: str, known: int | None = None) -> PagedCache:
+    def holding(
+        cls, tables: BlockTables, identity: str, autocast: str | None, known: int | None = None
+    ) -> PagedCache:
         """A cache whose rows are those of `tables`, computed by the model of that identity.
 
         Their first `known` columns (None: all) have the tokens that a caller takes them to have.
         """
         cache = cls(pool=tables.pool)
-        cache._batch.adopt(tables, identity, known)
+        cache._batch.adopt(tables, identity, autocast, known)
         return cache
 
     @property
     def identity(self) -> str | None:
         """`BlockPool.identity` when the first token was stored; None if there was none yet."""
         return self._batch.identity
+
+    @property
+    def autocast(self) -> str | None:
+        """`autocast_dtype` when the first token was stored."""
+        return self._batch.autocast
+
+    @property
+    def own_columns(self) -> np.ndarray:
+        """int64 [rows], the columns of each row whose K/V follow from its tokens and the identity:
+        none from the first that had another position, a hook, or a changed model."""
+        return self._batch.own_columns
 
     def known_tables(self) -> tuple[BlockTables, int | None]:
         """The block tables, and the columns whose K/V are those of the caller's sequences.
@@ -401,7 +414,11 @@ class PagedCache(DynamicCache):
         tables, known = self.known_tables()
         tokens = tables.tokens
         snapshot = Snapshot.take(self.pool, tokens.lengths, tables.tables)
+        own = int(self.own_columns.min(initial=tokens.columns))
+        if own < tokens.columns:
+            known = own if known is None else min(known, own)
         snapshot.facts |= {"known": known, "may_hold_padding": self.may_hold_padding}
+        snapshot.facts["autocast"] = self.autocast
         snapshot.arrays |= {"is_token": tokens.mask(), "freed_rows": self.freed_rows}
         snapshot.save(path, self.pool, "cache", self.identity or self.pool.identity())
 
@@ -437,7 +454,8 @@ class PagedCache(DynamicCache):
         tables = snapshot.place(pool, tokens)
         if tables.missing():
             raise ValueError(f"{path} cannot be loaded: a row lacks blocks that it needs.")
-        cache = cls.holding(tables, snapshot.facts["identity"], known)
+        facts = snapshot.facts
+        cache = cls.holding(tables, facts["identity"], facts.get("autocast"), known)
         cache._batch.may_hold_padding = bool(snapshot.facts.get("may_hold_padding", True))
         if freed.any():
             cache.free_rows(freed)

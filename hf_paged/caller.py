@@ -7,7 +7,9 @@ hook or a layer in its forward, or it is the beginning of the next one. The call
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,11 +21,25 @@ def is_inside_model() -> bool:
     """Whether the caller is in a layer (or another part) of a model of transformers, or in a hook
     on one. The model's own forward is not: there a new forward asks what it is to go on from."""
     is_part = False
-    frame: FrameType | None = sys._getframe(1)
+    for frame in _calls(sys._getframe(1)):
+        if isinstance(frame.f_locals["self"], PreTrainedModel):
+            return is_part
+        is_part = True
+    return False
+
+
+def is_on_embeddings() -> bool:
+    """Whether the model that the caller is in was given embeddings in place of tokens."""
+    given: dict[str, Any] = {}
+    for frame in _calls(sys._getframe(1)):  # a model may give its parts what it likes
+        if isinstance(frame.f_locals["self"], PreTrainedModel):
+            given = frame.f_locals["kwargs"]
+    return given.get("inputs_embeds") is not None
+
+
+def _calls(frame: FrameType | None) -> Iterator[FrameType]:
+    """The calls of modules on the stack, the innermost first."""
     while frame is not None:
         if frame.f_code is _CALL:
-            if isinstance(frame.f_locals["self"], PreTrainedModel):
-                return is_part
-            is_part = True
+            yield frame
         frame = frame.f_back
-    return False

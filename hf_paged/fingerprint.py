@@ -1,6 +1,7 @@
 """What K/V depend on besides the tokens: the model, its adapters, and what the caller names.
 
-The parts are text, each under its own name, so that two different things never make one key.
+The parts are text, each under its own name, so that two different things never make one key, and
+the same in each process.
 """
 
 from __future__ import annotations
@@ -10,18 +11,55 @@ import json
 import math
 import weakref
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 
+from .circumstances import Watched, watched
+
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# What a config says without changing any K/V.
+# What a config says without changing any K/V, each bit of which tests/architectures/test_configs.py
+# compares with and without. All else counts, also what another order of sums comes from.
 IRRELEVANT = {
-    *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"),
-    *("bos_token_id", "eos_token_id", "use_cache", "initializer_range", "task_specific_params"),
-    *("id2label", "label2id", "num_labels", "problem_type", "return_dict"),
-    *("output_attentions", "output_hidden_states", "attention_dropout", "hidden_dropout"),
+    # where it comes from, and the dtype, which is that of the weights
+    *("architectures", "dtype", "task_specific_params", "torch_dtype", "transformers_version"),
+    # what a call returns and keeps
+    *("num_logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"),
+    *("return_dict", "use_cache"),
+    # heads, which come behind the last layer
+    *("classifier_activation", "classifier_bias", "classifier_dropout", "classifier_dropout_prob"),
+    *("final_logit_softcapping", "id2label", "label2id", "lm_head_bias", "lm_head_multiplier"),
+    *("logit_scale", "logits_mup_width_multiplier", "logits_scaling", "logits_soft_cap"),
+    *("num_labels", "problem_type", "summary_activation", "summary_first_dropout"),
+    *("summary_last_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    "tie_word_embeddings",
+    # chance and losses, in training only
+    *("activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"),
+    *("decoder_layerdrop", "dropout", "dropout_p", "dropout_rate", "emb_pdrop", "embd_pdrop"),
+    *("embed_dropout", "embedding_dropout", "encoder_layerdrop", "hidden_dropout"),
+    *("hidden_dropout_prob", "layerdrop", "mlp_dropout", "resid_dropout"),
+    *("gradient_checkpointing", "resid_pdrop", "residual_dropout"),
+    *("aux_loss_coef", "disable_ngram_loss", "mtp_loss_scaling_factor", "router_aux_loss_coef"),
+    *("router_z_loss_coef", "z_loss_coefficient"),
+    # what weights are before any is loaded
+    *("embedding_initializer_range", "init_std", "initializer_cutoff_factor", "initializer_factor"),
+    *("initializer_range", "learnable_sink_init"),
+    # which tokens generate begins and ends with, and how it looks for them
+    *("begin_suppress_tokens", "bos_token_id", "cls_token_id", "decoder_start_token_id"),
+    *("eod_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+    *("pad_token_id", "sep_token_id", "start_token_id", "suppress_tokens"),
+    *("bad_words_ids", "diversity_penalty", "do_sample", "early_stopping", "length_penalty"),
+    *("max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups"),
+    *("encoder_no_repeat_ngram_size", "num_beams", "num_return_sequences", "repetition_penalty"),
+    *("top_p", "typical_p"),
+}
+
+# Models that count positions from the id of padding on, and leave tokens of that id out.
+POSITIONS_BEHIND_PADDING_ID = {
+    *("camembert", "data2vec-text", "fsmt", "kosmos_2_5_text_model", "kosmos_2_text_model"),
+    *("m2m_100", "nllb-moe", "prophetnet", "roberta", "roberta-prelayernorm", "seamless_m4t"),
+    *("seamless_m4t_v2", "speech_to_text", "trocr", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 
 _version = attrgetter("_version")
@@ -29,14 +67,71 @@ _version = attrgetter("_version")
 ExtraKey = str | int | bytes | tuple["ExtraKey", ...] | None
 
 
+def config_facts(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """All that a config and those in it say, for a quick comparison."""
+    parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+    own = {n: v for n, v in vars(config).items() if not isinstance(v, PreTrainedConfig)}
+    return [own, *(facts for part in parts for facts in config_facts(part))]
+
+
 def config_fingerprint(config: PreTrainedConfig) -> str:
-    """Text of a model's config, without what changes no K/V."""
+    """Text of a whole model's config, without what changes no K/V."""
+    return json.dumps(_entries(config, decodes=True), sort_keys=True, default=_text)
+
+
+def _entries(config: PreTrainedConfig, decodes: bool) -> dict[str, Any]:
+    """What a config says; of one that `decodes`, what counts. A newer version's fields are None."""
+    counts = config.model_type in POSITIONS_BEHIND_PADDING_ID
+    irrelevant = IRRELEVANT - ({"pad_token_id"} if counts else set()) if decodes else set()
     entries = {
         name: value
         for name, value in config.to_dict().items()
-        if name not in IRRELEVANT and not name.startswith("_")
+        if name not in irrelevant and not name.startswith("_") and value is not None
     }
-    return json.dumps(entries, sort_keys=True, default=str)
+    decoder = config.get_text_config(decoder=True) if decodes else None
+    for name, part in vars(config).items():
+        if isinstance(part, PreTrainedConfig):
+            leads_there = decodes and part.get_text_config(decoder=True) is decoder
+            entries[name] = _entries(part, leads_there)
+    return entries
+
+
+def _text(value: Any) -> Any:
+    """What JSON has no form for, without the addresses that a process has it at."""
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "__dict__") and type(value).__str__ is object.__str__:
+        return {type(value).__qualname__: vars(value)}
+    return str(value)
+
+
+def refusal(saved: str, own: str) -> str | None:
+    """Why K/V of the identity `saved` are not for a pool of the identity `own`, if they are not.
+
+    Which weights computed K/V must be known on both sides or on none: else they may be others.
+    """
+    theirs, ours = json.loads(saved), json.loads(own)
+    if theirs["config"] != ours["config"]:
+        said, here = json.loads(theirs["config"]), json.loads(ours["config"])
+        names = [n for n in sorted(said.keys() | here.keys()) if said.get(n) != here.get(n)]
+        return f"it is of a model whose config has other values for {', '.join(names)}"
+    if theirs["weights"] is None and ours["weights"] is not None:
+        return (
+            "its pool was made from a config, so it does not say which weights computed it; load "
+            "it for the model's config, not for the model"
+        )
+    if theirs["weights"] is not None and ours["weights"] is None:
+        return (
+            "it says which weights computed it, and a config does not say whether the model has "
+            "these; load it for the model, not for its config"
+        )
+    if theirs["weights"] != ours["weights"]:
+        return "it was computed by other weights"
+    if theirs["adapters"] != ours["adapters"]:
+        return "it was computed with other adapters, or with these in another state"
+    return None
 
 
 class _State:
@@ -56,15 +151,14 @@ class _State:
         ]
         self.digest = _digest(model)
 
-    def is_current(self, model: torch.nn.Module) -> bool:
+    def is_current(self, parts: _Parts) -> bool:
         """Whether the model still has the same weights in the same places, none written since."""
-        _, tree, weights = _parts(model)
         return (
             not self._died
-            and tree == self._tree
-            and list(map(id, weights)) == self._addresses
+            and parts.tree == self._tree
+            and list(map(id, parts.weights)) == self._addresses
             and self._places is not None
-            and _places(weights) == self._places
+            and _places(parts.weights) == self._places
         )
 
     def adapters(self) -> list[list[str]]:
@@ -78,26 +172,40 @@ class _State:
 _read: weakref.WeakKeyDictionary[torch.nn.Module, _State] = weakref.WeakKeyDictionary()
 
 
-def model_fingerprint(model: torch.nn.Module) -> str:
-    """Text of a model's weights and active adapters, which no other state of them has.
+class ModelFacts(NamedTuple):
+    """A model as it is now.
+
+    Attributes:
+        weights: text that no other weights have, nor these under other modules.
+        adapters: of each layer that PEFT has wrapped what it now adds to its output.
+        watched: what to look at while it runs.
+    """
+
+    weights: str
+    adapters: list[list[str]]
+    watched: Watched
+
+
+def read_model(model: torch.nn.Module) -> ModelFacts:
+    """What a model's K/V depend on.
 
     The weights are read once, and again when one was written. That is told by its version, which
     PyTorch counts for all that optimizers, `load_state_dict` and in-place operations do, but not
     for what is written through `weight.data`; tensors made in inference mode have none.
     """
-    state = _read.get(model)
-    if state is None or not state.is_current(model):
+    state, parts = _read.get(model), _parts(model)
+    if state is None or not state.is_current(parts):
         state = _read[model] = _State(model)
-    return json.dumps({"weights": state.digest, "adapters": state.adapters()})
+    return ModelFacts(state.digest, state.adapters(), watched(parts.modules))
 
 
-def encode_extra_key(extra_key: ExtraKey) -> str:
-    """Text that is different for different keys.
+def encode_extra_key(extra_key: ExtraKey, autocast: str | None = None) -> str:
+    """Text that is different for different keys, and under another `autocast_dtype`.
 
     Raises:
         ValueError: the key is not None, text, an int, bytes, or a tuple of these.
     """
-    return json.dumps(_tagged(extra_key))
+    return json.dumps(_tagged(extra_key) | ({} if autocast is None else {"autocast": autocast}))
 
 
 def _tagged(key: Any) -> dict[str, Any]:
@@ -113,13 +221,28 @@ def _tagged(key: Any) -> dict[str, Any]:
     )
 
 
+class _Parts(NamedTuple):
+    """What a model is made of.
+
+    Attributes:
+        modules: all modules from the top down.
+        tree: the kind of each, and how many children it has if it has some.
+        weights: the weights of all.
+    """
+
+    modules: list[Any]
+    tree: list[Any]
+    weights: list[torch.Tensor]
+
+
 # This is asked at each call, behind a forward that leaves nothing in the processor's caches: each
 # module is looked at once, and as little of it as can be.
-def _parts(model: torch.nn.Module) -> tuple[list[Any], list[int], list[torch.Tensor]]:
-    """All modules from the top down, the children of each that has some, and their weights."""
+def _parts(model: torch.nn.Module) -> _Parts:
     modules: list[Any] = [model]
-    tree, weights = [], []
+    tree: list[Any] = []
+    weights: list[torch.Tensor | None] = []
     for module in modules:  # grows on the way
+        tree.append(_kind(module) if "forward" in vars(module) else type(module))
         if children := module._modules:
             tree.append(len(children))
             modules += filter(None, children.values())
@@ -127,12 +250,24 @@ def _parts(model: torch.nn.Module) -> tuple[list[Any], list[int], list[torch.Ten
             weights += parameters.values()
         if module._buffers:
             weights += _lasting_buffers(module)
-    return modules, tree, [weight for weight in weights if weight is not None]
+    return _Parts(modules, tree, [weight for weight in weights if weight is not None])
+
+
+def _kind(module: torch.nn.Module) -> str:
+    """The name of a module's class, and of the function put in the place of its `forward`."""
+    kind, forward = type(module), module.forward
+    name = getattr(forward, "__qualname__", type(forward).__qualname__)
+    own = kind.forward.__qualname__  # accelerate and torch.compile put one of the same name there
+    return kind.__qualname__ if name == own else f"{kind.__qualname__} {name}"
 
 
 def _lasting_buffers(module: torch.nn.Module) -> list[torch.Tensor | None]:
-    """The buffers of a module but those that it can compute anew."""
+    """The buffers of a module but those that it can compute anew. Rotary frequencies, which people
+    edit, are among them where no forward writes them."""
     passing = module._non_persistent_buffers_set
+    kinds = str(vars(module).get("rope_type"))  # one, or one for each type of layer
+    if passing and "dynamic" not in kinds and "longrope" not in kinds:
+        passing = {name for name in passing if not name.endswith("inv_freq")}
     return [buffer for name, buffer in module._buffers.items() if name not in passing]
 
 
@@ -148,6 +283,7 @@ def _digest(model: torch.nn.Module) -> str:
     """Of all bits of each weight, which stands at which place."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
+        digest.update(f"{name} {_kind(module)}".encode())
         for weight in (*module._parameters.values(), *_lasting_buffers(module)):
             if weight is None:
                 continue

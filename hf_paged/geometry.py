@@ -63,10 +63,15 @@ POSITIONS_WITH_PADDING = {
     "blenderbot-small",
     "marian",
     "mbart",
+    "moss_transcribe_diarize",
     "mvp",
     "pegasus",
     "plbart",
+    "prophetnet",
+    "roformer",
     "trocr",
+    "whisper",
+    "xlm",
 }
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 

@@ -14,6 +14,7 @@ exception has cut short (Ctrl-C comes after any call) is not undone: the pool co
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import threading
@@ -29,7 +30,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from .arguments import check_count, token_ids
-from .fingerprint import ExtraKey, config_fingerprint, encode_extra_key, model_fingerprint
+from .circumstances import Watched, autocast_dtype, may_change_states
+from .fingerprint import (
+    ExtraKey,
+    config_facts,
+    config_fingerprint,
+    encode_extra_key,
+    read_model,
+)
 from .geometry import (
     attending_config,
     bytes_per_token,
@@ -381,7 +389,9 @@ class BlockPool:
         self.media_tokens = media_tokens(config)
         self.config, self.attending = decoder_config(config), attending_config(config)
         check_cacheable(self.config)
-        self._config_fingerprint = config_fingerprint(self.config)
+        self._config_facts = copy.deepcopy(config_facts(config))
+        self._config_fingerprint = config_fingerprint(config)
+        self._watched = Watched([], [])  # of the model, as `identity` last found it
         self.block_size = block_size
         self.max_memory = None if max_memory is None else parse_memory(max_memory)
         self.dtype, self.kv_dtype = dtype, kv_dtype
@@ -508,9 +518,8 @@ class BlockPool:
 
         check_count("num_return_sequences", num_return_sequences)
         ids = token_ids("input_ids", input_ids)
-        return match_prefix(
-            self, self._key(ids, extra_key), ids, attention_mask, num_return_sequences
-        )
+        key = self._key(ids, extra_key, autocast_dtype())
+        return match_prefix(self, key, ids, attention_mask, num_return_sequences)
 
     def insert_prefix(
         self,
@@ -548,7 +557,8 @@ class BlockPool:
 
         # What generate returns with return_dict_in_generate has them inside.
         ids = token_ids("sequences", getattr(sequences, "sequences", sequences))
-        return insert_prefix(self, self._key(ids, extra_key), cache, ids, attention_mask)
+        key = self._key(ids, extra_key, getattr(cache, "autocast", None))
+        return insert_prefix(self, key, cache, ids, attention_mask)
 
     def batches(
         self,
@@ -714,8 +724,8 @@ class BlockPool:
 
         return load_prefixes(self, path)
 
-    def _key(self, ids: torch.Tensor, extra_key: ExtraKey) -> Key:
-        """What prompts of these ids are indexed under.
+    def _key(self, ids: torch.Tensor, extra_key: ExtraKey, autocast: str | None) -> Key:
+        """What prompts of these ids are indexed under, if computed under that `autocast_dtype`.
 
         Raises:
             ValueError: K/V depend on images or sounds that nothing names.
@@ -727,12 +737,40 @@ class BlockPool:
                     "The prompts hold images or sounds, on which K/V depend; name these by "
                     "extra_key (a hash of their data)."
                 )
-        return self.identity(), encode_extra_key(extra_key)
+        return self.identity(), encode_extra_key(extra_key, autocast)
 
     def identity(self) -> str:
-        """What K/V depend on besides tokens and extra keys: config, and weights where known."""
-        model = None if self._model is None else model_fingerprint(self._model)
-        return json.dumps([self._config_fingerprint, model])
+        """What K/V depend on besides tokens and extra keys: config, and weights where known.
+
+        Raises:
+            ValueError: layers look back on other numbers of tokens than when the pool was made, or
+                the weights cannot be read.
+        """
+        if config_facts(self.whole_config) != self._config_facts:
+            self._read_config()
+        weights, adapters = None, None
+        if self._model is not None:
+            weights, adapters, self._watched = read_model(self._model)
+        return json.dumps(
+            {"config": self._config_fingerprint, "weights": weights, "adapters": adapters}
+        )
+
+    def _read_config(self) -> None:
+        """Follow what was written into the config since it was last read."""
+        config = decoder_config(self.whole_config)
+        if paged_windows(config) != {i: g.window for g in self.groups for i in g.layers}:
+            raise ValueError(
+                "The layers in the model's config, or their windows, are no longer those that the "
+                "pool was made for; make a new pool."
+            )
+        self.config = config
+        self._config_fingerprint = config_fingerprint(self.whole_config)
+        self._config_facts = copy.deepcopy(config_facts(self.whole_config))
+        vars(self).pop("longest_prefix", None)
+
+    def is_altered(self) -> bool:
+        """Whether the model, where it is known, may compute other K/V than its weights say now."""
+        return may_change_states(self._watched)
 
     def layer_storage(
         self,

@@ -10,6 +10,7 @@ import torch
 
 from .arguments import padding_mask
 from .cache import PagedCache
+from .circumstances import autocast_dtype
 from .geometry import POSITIONS_WITH_PADDING
 from .prefix import Key, longest_readable
 from .snapshot import Snapshot
@@ -52,7 +53,7 @@ def match_prefix(
         ]
         rows = np.arange(len(prompts)).repeat(num_return_sequences)
         held = BlockTables.holding(pool, tokens.select(rows), [table[rows] for table in tables])
-    return PagedCache.holding(held, key[0])
+    return PagedCache.holding(held, key[0], autocast_dtype())
 
 
 def insert_prefix(
@@ -71,8 +72,8 @@ def insert_prefix(
         raise ValueError("The cache is of another pool; insert it into cache.pool.")
     if cache.identity not in (None, key[0]):
         raise ValueError(
-            "The model's weights or active adapters are not those that this cache was begun with, "
-            "so its K/V are not what this model would compute; make a new cache."
+            "The model's config, weights or active adapters are not those that this cache was "
+            "begun with, so its K/V are not what this model would compute; make a new cache."
         )
     ids = sequences.cpu().numpy()
     if attention_mask is not None:
@@ -89,6 +90,7 @@ def insert_prefix(
         )
     _check_length(pool, tokens.columns)
     _check_positions(pool, mask)
+    stops = np.minimum(cache.own_columns[rows], columns)
     if cache.may_hold_padding and (attention_mask is None or not bool(attention_mask.all())):
         raise ValueError(
             "The model did not ask the cache for its mask (it has another attn_implementation than "
@@ -107,9 +109,9 @@ def insert_prefix(
     with pool.lock, pool.change:
         pool.collect()
         fresh = 0
-        for row, row_ids, is_token in zip(rows, ids[:, :columns], mask, strict=True):
-            known = row_ids[is_token].tolist()
-            if columns < tokens.columns:  # a block with other tokens behind these stays the row's
+        for row, row_ids, is_token, stop in zip(rows, ids, mask, stops, strict=True):
+            known = row_ids[:stop][is_token[:stop]].tolist()
+            if stop < tokens.columns:  # a block with other tokens behind these stays the row's
                 known = known[: len(known) // pool.block_size * pool.block_size]
             fresh += pool.index.insert(key, known, [table[row] for table in tables.tables])
         return fresh
@@ -160,9 +162,10 @@ def load_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> int:
 
 
 def _check_positions(pool: BlockPool, mask: np.ndarray) -> None:
-    if pool.config.model_type in POSITIONS_WITH_PADDING and not mask.all():
+    kinds = {pool.whole_config.model_type, pool.config.model_type} & POSITIONS_WITH_PADDING
+    if kinds and not mask.all():
         raise ValueError(
-            f"A {pool.config.model_type} model counts padding as positions, so padded prompts have "
+            f"A {kinds.pop()} model counts padding as positions, so padded prompts have "
             "K/V of their own; use batches of prompts of one length."
         )
 

@@ -21,11 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .fingerprint import refusal
 from .geometry import dtype_name
 from .pool import BlockPool, bits
 from .table import BlockTables, Tokens, blocks_for, is_behind_end, tokens_in_blocks
 
-FORMAT = "hf_paged/1"
+FORMAT = "hf_paged/2"
 
 
 @dataclass
@@ -258,8 +259,9 @@ def _dtype(name: str) -> torch.dtype:
 def _check(snapshot: Snapshot, pool: BlockPool) -> None:
     """Raise _Wrong where loading would go wrong, or would give K/V that are not the model's."""
     facts, size = snapshot.facts, pool.block_size
-    if facts["identity"] != pool.identity():
-        raise _Wrong("it was saved for another model, other weights or other adapters")
+    reason = refusal(facts["identity"], pool.identity())
+    if reason is not None:
+        raise _Wrong(reason)
     if facts["block_size"] != size:
         raise _Wrong(f"its block_size is {facts['block_size']}, the pool's is {size}")
     if facts["windows"] != [group.window for group in pool.groups]:

@@ -62,6 +62,8 @@ class Step:
             rank = new.cumsum(1).reshape(-1)[self._real] - 1
         self.token_position = before.lengths[self.token_row] + rank
         self.is_current = True
+        # bool [rows], in which a token got another position than its own; None if nobody said.
+        self.moved: torch.Tensor | None = None
         self.is_custom = False  # whether attention was under a mask that nobody knows
         self._differ = False  # whether this step has masks of different padding
         self._checked: list[torch.Tensor] = []  # masks that `once` was asked about
@@ -70,6 +72,22 @@ class Step:
     def __len__(self) -> int:
         """Rows of the batch."""
         return len(self.before)
+
+    def note_positions(self, position_ids: torch.Tensor | None) -> None:
+        """Compare the positions [..., rows or 1, columns] that the model gives with the tokens'."""
+        if position_ids is None or self.moved is not None:
+            return
+        rows, columns = len(self), self.columns
+        given_rows, given_columns = (1, *position_ids.shape)[-2:]
+        if given_columns != columns or given_rows not in (1, rows):
+            self.moved = torch.ones(rows, dtype=torch.bool, device=position_ids.device)
+            return
+        own = np.full(rows * columns, -1)
+        own[slice(None) if self._real is None else self._real] = self.token_position
+        (at,) = upload([own], position_ids.device)
+        at = at.view(rows, columns)
+        moves = (position_ids != at) & (at >= 0)
+        self.moved = moves.any(-1).view(-1, rows).any(0)
 
     @property
     def num_tokens(self) -> int:
