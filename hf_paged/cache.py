@@ -263,12 +263,14 @@ class PagedCache(DynamicCache):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: the rows and copies of their blocks, without the pool and its model."""
-        own = {
-            name: value for name, value in vars(self).items() if name not in ("_batch", "layers")
+        others = vars(self).keys() - {"_batch", "layers"}
+        count = len(self.pool.plain_layers)  # some models make more layers of their own
+        return {
+            "batch": self._batch.packed(),
+            "states": [states_of(layer) for layer in self.layers[:count]],
+            "added": self.layers[count:],
+            "others": {name: vars(self)[name] for name in others},
         }
-        added = self.layers[len(self.pool.plain_layers) :]
-        states = [states_of(layer) for layer in self._stateful_layers() if layer not in added]
-        return {"batch": self._batch.packed(), "states": states, "added": added, "own": own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A cache in a pool of its own, that grows; K/V are on the devices that they were on."""
