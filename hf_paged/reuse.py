@@ -52,7 +52,9 @@ def match_prefix(
         ]
         rows = np.arange(len(prompts)).repeat(num_return_sequences)
         held = BlockTables.holding(pool, tokens.select(rows), [table[rows] for table in tables])
-    return PagedCache.holding(held, key[0])
+    cache = PagedCache.holding(held, key[0])
+    cache.note_ids(input_ids.cpu().numpy()[rows])
+    return cache
 
 
 def insert_prefix(
@@ -81,6 +83,7 @@ def insert_prefix(
     tokens = tables.tokens
     columns = tokens.columns if known_columns is None else known_columns
     rows = _rows_of_sequences(len(tokens), ids, columns, known_columns is not None)
+    cache.check_ids(ids, rows)
     if tokens.is_token is not None:
         raise ValueError(
             "The cache has padding behind a token, so its positions are not those of the tokens "
