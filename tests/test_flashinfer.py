@@ -619,7 +619,7 @@ def forked(prompt: int, rows: int, new: list[int]) -> FlashInferCase:
     """One row of `prompt` tokens forked to `rows`, each of which has a few tokens of its own."""
     case = FlashInferCase([prompt] * (3 * rows), 1, block_size=4)
     case.cache._batch.crop(1)
-    case.cache.batch_select_indices(torch.zeros(rows))
+    case.cache.batch_select_indices(torch.zeros(rows, dtype=torch.long))
     case.past, case.new = [prompt] * rows, 1
     case.query = torch.randn(rows, 6, 1, 16).to(BF16)
     more = max(new) + 1
