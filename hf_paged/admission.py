@@ -196,6 +196,7 @@ class FreeFinishedRows(StoppingCriteria):
             )
         ended = torch.isin(input_ids[:, -1], self.eos_token_id.to(input_ids.device))
         finished = freed | ended.cpu().numpy()
-        if (finished != freed).any() and not finished.all():
-            self._cache.free_rows(finished)
+        fresh = np.flatnonzero(finished & ~freed)
+        if len(fresh) and not finished.all():
+            self._cache.free_rows(fresh)
         return torch.from_numpy(finished).to(input_ids.device)

@@ -26,7 +26,7 @@ from .backends import backend_for
 from .caller import given_to_model, is_inside_model
 from .circumstances import autocast_dtype
 from .geometry import advise, other_attention
-from .pool import BlockPool, LayerStorage, is_debugging
+from .pool import FLOAT8, BlockPool, LayerStorage, bits, is_debugging
 from .sharing import Sharing, find_sharing
 from .snapshot import Snapshot
 from .step import GroupStep, Step
@@ -35,7 +35,7 @@ from .transfer import upload
 from .view import Calls, LayerPages, LazyMask
 
 ENDLESS = int(np.iinfo(np.int64).max)
-
+States = dict[int, tuple[torch.Tensor, torch.Tensor]]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -347,8 +347,13 @@ class Batch:
         storage, device = self.pool.groups[index].storage[layer], keys.device
         slots = slots_in(tables.tables[index], size, rows, position)
         at, row, column = upload([slots, rows, columns], device)
+        new = at, keys[row, :, column], values[row, :, column]
         with self.pool.lock:
-            storage.write(at, keys[row, :, column], values[row, :, column])
+            try:
+                storage.write(*new)
+            except BaseException:
+                storage.write(*new)  # not K without V
+                raise
 
     @_exclusive
     def known_tables(self) -> tuple[BlockTables, int | None]:
@@ -409,21 +414,24 @@ class Batch:
         """All of it as what any process can unpickle: no lock, no pool and no model."""
         tables, _ = self.known_tables()
         pool, tokens = self.pool, tables.tokens
-        snapshot = Snapshot.take(pool, tokens.lengths, tables.tables, device=None)
+        parts = vars(Snapshot.take(pool, tokens.lengths, tables.tables, device=None))
         return {
-            "pool": {"config": pool.whole_config, "block_size": pool.block_size}
-            | {"kv_dtype": pool.kv_dtype},
+            "config": pool.whole_config,
+            "pool": {"block_size": pool.block_size, "kv_dtype": pool.kv_dtype},
             "batch": {"backend": self.backend, "share_prompts": self.share_prompts},
             "known": {name: getattr(self, name) for name in _KNOWN},
             "is_token": tokens.mask(),
-            "snapshot": vars(snapshot),
+            "snapshot": parts | {"states": _viewed(parts["states"], bits)},
         }
 
     @classmethod
     def unpacked(cls, parts: dict[str, Any]) -> Batch:
         """What was `packed`, in a pool of its own."""
-        batch = cls(BlockPool(**parts["pool"]), **parts["batch"])
-        batch.tables = Snapshot(**parts["snapshot"]).place(batch.pool, Tokens.of(parts["is_token"]))
+        batch = cls(BlockPool(parts["config"], **parts["pool"]), **parts["batch"])
+        snapshot, dtype = Snapshot(**parts["snapshot"]), batch.pool.kv_dtype
+        if dtype in FLOAT8:
+            snapshot.states = _viewed(snapshot.states, lambda stored: stored.view(dtype))
+        batch.tables = snapshot.place(batch.pool, Tokens.of(parts["is_token"]))
         vars(batch).update(parts["known"])
         return batch
 
@@ -893,6 +901,11 @@ def _ended(before: Tokens, hidden: np.ndarray, new: np.ndarray | None) -> np.nda
     goes_on = True if new is None else new.any(1, keepdims=True)
     ended = hidden & is_behind & goes_on
     return ended if ended.any() else None
+
+
+def _viewed(states: States, view: Callable[[torch.Tensor], torch.Tensor]) -> States:
+    """`states` in another dtype: pickle knows no tensors of 8-bit floats."""
+    return {layer: (view(keys), view(values)) for layer, (keys, values) in states.items()}
 
 
 def _check_states(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

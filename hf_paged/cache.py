@@ -56,6 +56,8 @@ class PagedCache(DynamicCache):
         ValueError: naming the argument that is wrong, or the two that contradict each other.
     """
 
+    _ids: np.ndarray | None = None  # what `note_ids` has been told
+
     def __init__(
         self,
         config: PreTrainedConfig | None = None,
@@ -97,6 +99,34 @@ class PagedCache(DynamicCache):
         cache = cls(pool=tables.pool)
         cache._batch.adopt(tables, identity, autocast, known)
         return cache
+
+    def note_ids(self, ids: np.ndarray) -> None:
+        """Remember the token ids ([rows, columns]) that the cache begins with."""
+        columns = self.get_seq_length()
+        self._ids = ids[:, :columns] if columns else None
+
+    def check_ids(self, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Raise ValueError where the cache is known to hold other tokens.
+
+        Args:
+            ids: [n, columns], token ids, beginning with those of the cache.
+            rows: int64 [n], the row of the cache for each.
+        """
+        known = self._ids_of(rows)
+        if known is None:
+            return
+        width = min(known.shape[1], ids.shape[1])
+        is_token = self._batch.tokens.mask()[rows, :width]
+        differs = ((known[:, :width] != ids[:, :width]) & is_token).any(1)
+        if differs.any():
+            raise ValueError(
+                "The cache was begun with other tokens than those of rows "
+                f"{np.flatnonzero(differs)[:10].tolist()}; use it for its own prompts, or reset it."
+            )
+
+    def _ids_of(self, rows: np.ndarray) -> np.ndarray | None:
+        """What is known of the token ids of `rows`; one row may have become many."""
+        return None if self._ids is None else self._ids[rows if len(self._ids) > 1 else rows * 0]
 
     @property
     def identity(self) -> str | None:
@@ -144,6 +174,7 @@ class PagedCache(DynamicCache):
 
     def _set_batch(self, batch: Batch) -> None:
         self._batch = batch
+        self._ids = None
         Cache.__init__(self, layers=make_layers(batch))
 
     @property
@@ -198,7 +229,10 @@ class PagedCache(DynamicCache):
             )
         for layer in self._stateful_layers():
             check_crop(layer, count)
+        ids, self._ids = self._ids, None  # an exception may come behind any call
         self._batch.crop(count)
+        if ids is not None:
+            self.note_ids(ids)
         for layer in self._stateful_layers():
             layer.crop(-count)
         self._batch.rejoin()
@@ -227,7 +261,9 @@ class PagedCache(DynamicCache):
         return row_numbers(indices, rows) if rows else np.arange(0)
 
     def _select(self, rows: np.ndarray) -> None:
+        ids, self._ids = self._ids_of(rows), None
         self._batch.select(rows)
+        self._ids = ids
         for layer in self._stateful_layers():
             _select_states(layer, rows)
         self._batch.rejoin()
@@ -239,6 +275,7 @@ class PagedCache(DynamicCache):
 
     def reset(self) -> None:
         """Give all blocks back; the cache is as new."""
+        self._ids = None
         self._batch.reset()
         for layer in self._stateful_layers():
             layer.reset()
@@ -250,6 +287,7 @@ class PagedCache(DynamicCache):
         rows = np.arange(self._batch.rows).repeat(n)
         forked = copy.copy(self)  # a subclass may have more attributes
         forked._set_batch(self._batch.forked(rows))
+        forked._ids = self._ids_of(rows)
         added = self.layers[len(forked.layers) :]  # some models make more layers of their own
         forked.layers += copy.deepcopy(added)
         copies = zip(self._stateful_layers(), forked._stateful_layers(), strict=True)
@@ -268,12 +306,14 @@ class PagedCache(DynamicCache):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: the rows and copies of their blocks, without the pool and its model."""
-        own = {
-            name: value for name, value in vars(self).items() if name not in ("_batch", "layers")
+        others = vars(self).keys() - {"_batch", "layers"}
+        count = len(self.pool.plain_layers)  # some models make more layers of their own
+        return {
+            "batch": self._batch.packed(),
+            "states": [states_of(layer) for layer in self.layers[:count]],
+            "added": self.layers[count:],
+            "others": {name: vars(self)[name] for name in others},
         }
-        added = self.layers[len(self.pool.plain_layers) :]
-        states = [states_of(layer) for layer in self._stateful_layers() if layer not in added]
-        return {"batch": self._batch.packed(), "states": states, "added": added, "own": own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A cache in a pool of its own, that grows; K/V are on the devices that they were on."""
@@ -336,8 +376,8 @@ class PagedCache(DynamicCache):
 
         Raises:
             ValueError: an argument is of another kind, the prompts are shorter than what the cache
-                holds, or the model counts the positions of images in whole prompts and is to get
-                chunks.
+                holds or other ones, or the model counts the positions of images in whole prompts
+                and is to get chunks.
         """
         if chunk_size is not None:
             check_count("chunk_size", chunk_size)
@@ -355,6 +395,9 @@ class PagedCache(DynamicCache):
                 f"input_ids has {input_ids.shape[1]} tokens, the cache holds {start}; pass whole "
                 "prompts, in front what the cache holds."
             )
+        numbers = ids.cpu().numpy()
+        if self._batch.rows in (1, len(numbers)):
+            self.check_ids(numbers, np.arange(len(numbers)) % self._batch.rows)
         # With M-RoPE an image takes positions of its own, which the model finds.
         finds_positions = bool(kwargs) and hasattr(body, "get_rope_index")
         if finds_positions and chunk_size is not None:
@@ -380,6 +423,8 @@ class PagedCache(DynamicCache):
             with torch.no_grad():
                 body(input_ids=input_ids[:, start:stop], **inputs)
             start = stop
+        if self._batch.rows == len(numbers):
+            self.note_ids(numbers)
         return self
 
     def offload(  # type: ignore[override]  # transformers' own is for its offloaded layers

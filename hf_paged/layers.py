@@ -191,7 +191,11 @@ class PagedLayer(DynamicLayer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A layer is pickled as transformers' own, for the same reason."""
-        return copy.deepcopy(self).__reduce_ex__(protocol)
+        return _itself, (copy.deepcopy(self),)
+
+
+def _itself(one: Any) -> Any:
+    return one
 
 
 class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):

@@ -60,7 +60,7 @@ class CacheReport:
         waste = f" ({self.wasted_slots / self.slots:.1%})" if self.slots else ""
         share = f" ({self.bytes / self.dense_bytes:.0%} of it)" if self.dense_bytes else ""
         table.add_row("rows, tokens", f"{self.rows}, {self.tokens}")
-        table.add_row("blocks", f"{self.blocks} of {self.block_size} slots")
+        table.add_row("blocks", f"{self.blocks}, each of {self.block_size} token slots")
         table.add_row("wasted slots", f"{self.wasted_slots}{waste}")
         table.add_row("shared blocks", str(self.shared_blocks))
         table.add_row("memory", format_bytes(self.bytes))

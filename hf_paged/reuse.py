@@ -53,7 +53,9 @@ def match_prefix(
         ]
         rows = np.arange(len(prompts)).repeat(num_return_sequences)
         held = BlockTables.holding(pool, tokens.select(rows), [table[rows] for table in tables])
-    return PagedCache.holding(held, key[0], autocast_dtype())
+    cache = PagedCache.holding(held, key[0], autocast_dtype())
+    cache.note_ids(input_ids.cpu().numpy()[rows])
+    return cache
 
 
 def insert_prefix(
@@ -87,6 +89,7 @@ def insert_prefix(
     tokens = tables.tokens
     columns = tokens.columns if known_columns is None else known_columns
     rows = _rows_of_sequences(len(tokens), ids, columns, known_columns is not None)
+    cache.check_ids(ids, rows)
     mask = tokens.mask()[rows, :columns]
     if (mask[:, :-1] & ~mask[:, 1:]).any():
         raise ValueError(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -129,17 +130,12 @@ class Densifying(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        kwargs, schema = kwargs or {}, func._schema
-        if schema.is_mutable:
-            for value in _written(schema, args, kwargs):
-                raise value._unwritable()
+        kwargs = kwargs or {}
+        written, is_view = _effects(func)
+        for at, name in written:
+            _check_written(args[at] if at < len(args) else kwargs.get(name))
         result = func(*_dense(args), **{name: _dense(value) for name, value in kwargs.items()})
-        if (
-            not schema.is_mutable
-            and isinstance(args[0], Densifying)
-            and args[0]._shows_blocks
-            and any(returned.alias_info is not None for returned in schema.returns)
-        ):
+        if is_view and isinstance(args[0], Densifying) and args[0]._shows_blocks:
             return _read_only(result)
         return result
 
@@ -171,14 +167,19 @@ def _dense(value: Any) -> Any:
     return type(value)(map(_dense, value)) if isinstance(value, list | tuple) else value
 
 
-def _written(schema: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Densifying]:
-    """The tensors of ours that an operation is to write to."""
-    for at, argument in enumerate(schema.arguments):
-        if argument.is_write:
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            for tensor in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(tensor, Densifying):
-                    yield tensor
+@cache
+def _effects(func: Any) -> tuple[list[tuple[int, str]], bool]:
+    """The arguments that an operation writes to, by place and name; whether it returns a view."""
+    schema = func._schema
+    written = [(at, arg.name) for at, arg in enumerate(schema.arguments) if arg.is_write]
+    return written, not written and any(value.alias_info for value in schema.returns)
+
+
+def _check_written(value: Any) -> None:
+    """Raise RuntimeError if an argument that is written to is, or has, a tensor of ours."""
+    for tensor in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(tensor, Densifying):
+            raise tensor._unwritable()
 
 
 def _read_only(value: Any) -> Any:
@@ -213,6 +214,14 @@ class ReadOnly(Densifying):
 
     def densify(self) -> torch.Tensor:
         return self._states
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, states: torch.Tensor) -> None:
+        raise self._unwritable()
 
     def _unwritable(self) -> RuntimeError:
         return RuntimeError(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -306,6 +309,50 @@ def test_without_numba_torch_serves_and_says_so_once() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stderr.count("Numba is not installed") == 1
+
+
+def test_an_install_that_cannot_be_written_keeps_the_kernel(tmp_path: Path) -> None:
+    """Numba found no folder for it, which turned it off: "it does not run on this machine"."""
+    package = Path(cpu_decode.__file__).parents[1]
+    copied = tmp_path / package.name
+    shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    # No user, root included, makes a folder of a file.
+    blocked = copied / "backends" / "__pycache__"
+    blocked.touch()
+    variables = ("HOME", "XDG_CACHE_HOME", "TMPDIR", "NUMBA_CACHE_DIR")
+    script = (
+        "import test_attention as t; t.Case([20, 3], 1).check(); t.Case([20, 3], 1).check()\n"
+        "assert t.cpu_decode._function.cache_info().currsize == 1, t.cpu_decode.unavailable()\n"
+        f"assert t.cpu_decode.__file__.startswith({str(copied)!r})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd="/proc" if os.path.isdir("/proc") else None,
+        env=os.environ
+        | dict.fromkeys(variables, str(blocked))
+        | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("NUMBA_CACHE_DIR") == 1
+
+
+def test_a_damaged_file_of_the_kernel_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is on disk may be of a full disk or of another user; it turned the kernel off too."""
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    kernel = cpu_decode._kernel()
+    kernel.compiled(torch.float16, is_kept=True)
+    (index,) = tmp_path.rglob("*.nbi")
+    index.write_bytes(b"not an index")
+    monkeypatch.setattr(cpu_decode, "_failures", [])
+    cpu_decode._function.cache_clear()
+    Case([20, 3], 1, dtype=torch.float16).check()
+    cpu_decode._function.cache_clear()
+    assert cpu_decode.unavailable() is None
+    assert caplog.text.count("set NUMBA_CACHE_DIR") == 1
 
 
 @pytest.mark.parametrize("window", [None, 24])

@@ -1,4 +1,4 @@
-"""The examples that read input, run as scripts on the real model: a piped chat, a stopped batch."""
+"""The examples, run as scripts on the real model: the quickstart, a piped chat, a stopped batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
+
+from hf_paged import PagedCache
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # The first prompts begin alike; the lengths differ, so that batches are padded.
@@ -44,6 +47,168 @@ def script(real, monkeypatch) -> Callable[..., int]:
 
     yield run
     model.set_attn_implementation(before)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A file of PROMPTS, one a line."""
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(prompt.replace("\u2028", " ") for prompt in PROMPTS))
+    return path
+
+
+def noted_generates(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[tuple[Any, ...]]:
+    """Notes of each generate its (input_ids, new tokens, cache, tokens that the cache held)."""
+    generate, noted = model.generate, []
+
+    def note(**kwargs: Any) -> torch.Tensor:
+        cache = kwargs["past_key_values"]
+        held = cache.get_seq_length()
+        noted.append((kwargs["input_ids"], kwargs["max_new_tokens"], cache, held))
+        return generate(**kwargs)
+
+    monkeypatch.setattr(model, "generate", note)
+    return noted
+
+
+def test_the_quickstart_times_the_same_work_in_turn_once_all_is_warm(
+    script, real, monkeypatch, prompts
+):
+    """The quickstart timed the kernel's compilation, and only for one of the two caches."""
+    model, _ = real
+    noted = noted_generates(monkeypatch, model)
+    assert script("quickstart.py", "--prompts", prompts, "--max-new-tokens", 5) == 0
+    kinds = [(isinstance(cache, PagedCache), held > 0) for _, _, cache, held in noted]
+    assert kinds == 3 * [(False, False), (True, False), (True, True)]
+    warm_up, timed = noted[:3], noted[3:]
+    assert {new for _, new, _, _ in warm_up} == {2}
+    assert {new for _, new, _, _ in timed} == {5}
+    assert all(torch.equal(ids, timed[0][0]) for ids, *_ in timed)
+    assert len(timed[0][0]) == len(PROMPTS)
+
+
+def test_the_quickstart_prints_what_each_way_holds_and_no_special_token(
+    script, real, monkeypatch, capsys, prompts
+):
+    """Ends of answers were printed as "<|im_end|>" over and over."""
+    model, tokenizer = real
+    noted = noted_generates(monkeypatch, model)
+    assert script("quickstart.py", "--prompts", prompts, "--max-new-tokens", 12) == 0
+    output = capsys.readouterr().out
+    assert not [token for token in tokenizer.all_special_tokens if token in output]
+    assert "All runs gave the same tokens." in output
+
+    ids, _, dynamic, _ = noted[6]
+    model.set_attn_implementation("sdpa")
+    mask = torch.arange(ids.shape[1]) >= (ids == tokenizer.pad_token_id).int().argmin(1)[:, None]
+    answers = model.generate(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        past_key_values=DynamicCache(config=model.config),
+        do_sample=False,
+        max_new_tokens=12,
+    )[:, ids.shape[1] :]
+    assert (answers == tokenizer.eos_token_id).any()  # there is something not to print
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    for text in texts:
+        assert " ".join(text.split()) in output
+
+    rows = re.findall(r"^(\w+Cache.*?) +([\d.]+) +([\d.]+) s +([\d.]+) MiB$", output, re.M)
+    held = {name: float(mebibytes) for name, *_, mebibytes in rows}
+    assert list(held) == ["DynamicCache", "PagedCache", "PagedCache, match_prefix"]
+    tensors = sum(layer.keys.nbytes + layer.values.nbytes for layer in dynamic.layers)
+    assert held["DynamicCache"] == pytest.approx(tensors / 2**20, abs=0.05)
+    for name, (_, _, cache, _) in zip(list(held)[1:], noted[7:9], strict=True):
+        assert held[name] == pytest.approx(cache.report().bytes / 2**20, abs=0.05)
+        assert held[name] < held["DynamicCache"]
+    report = noted[7][2].report()
+    assert f"{report.blocks}, each of 16 token slots" in output
+
+
+def test_the_quickstart_fails_where_the_tokens_differ(script, real, monkeypatch, capsys, prompts):
+    """Texts that are not equal must not pass for equal ones."""
+    model, _ = real
+    generate = model.generate
+
+    def wrong(**kwargs: Any) -> torch.Tensor:
+        ids = generate(**kwargs)
+        if isinstance(kwargs["past_key_values"], PagedCache):
+            ids[-1, -1] += 1
+        return ids
+
+    monkeypatch.setattr(model, "generate", wrong)
+    assert script("quickstart.py", "--prompts", prompts, "--max-new-tokens", 2) == 1
+    assert "NOT give the same tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "missing.txt"], "No such file"),
+        (["--prompts", "empty.txt"], "holds no prompt"),
+        (["--prompts", "latin.txt"], "is not text in UTF-8"),
+        (["--prompts", "long.txt"], "besides --max-new-tokens the model takes"),
+        (["--max-new-tokens", "8192"], "besides --max-new-tokens the model takes"),
+        (["--max-new-tokens", "0"], "must be a whole number of at least 1"),
+        (["--device", "toaster"], "--device toaster cannot be used"),
+        (["--dtype", "int8"], "invalid choice"),
+    ],
+)
+def test_the_quickstart_says_in_a_line_what_is_wrong(
+    script, monkeypatch, tmp_path, capsys, arguments, message
+):
+    """A wrong argument ended in a traceback, or in the middle of the work."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text("\n\n")
+    Path("latin.txt").write_bytes("Wie heißt du?".encode("latin-1"))
+    Path("long.txt").write_text("word " * 9000)
+    assert script("quickstart.py", *arguments) in (1, 2)
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-1].startswith("quickstart.py: ")
+    assert message in errors[-1]
+    assert all(line.startswith(("usage: ", " ")) for line in errors[:-1])  # argparse's own
+
+
+def test_the_quickstart_names_a_model_that_is_not_there(monkeypatch, tmp_path, capsys):
+    """The model that could not be loaded must be named, in one line."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--model", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "quickstart.py"), run_name="__main__")
+    assert ended.value.code == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert f"--model {tmp_path} cannot be loaded" in error
+
+
+def test_the_quickstart_ends_cleanly_when_it_is_stopped(script, real, monkeypatch, capsys, prompts):
+    """Ctrl-C ended in a traceback."""
+    generate, calls = real[0].generate, []
+
+    def stopped(**kwargs: Any) -> torch.Tensor:
+        calls.append(kwargs)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return generate(**kwargs)
+
+    monkeypatch.setattr(real[0], "generate", stopped)
+    assert script("quickstart.py", "--prompts", prompts, "--max-new-tokens", 2) == 130
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == "Stopped."
+    assert "tokens/s" not in captured.out
+
+
+def test_the_quickstarts_help_imports_neither_torch_nor_transformers():
+    """--help took as long as importing torch and transformers takes."""
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['quickstart.py', '--help']; sys.path.insert(0, {str(EXAMPLES)!r})\n"
+        f"try: runpy.run_path({str(EXAMPLES / 'quickstart.py')!r}, run_name='__main__')\n"
+        "except SystemExit as ended: assert ended.code == 0\n"
+        "print({'torch', 'transformers', 'hf_paged'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--max-new-tokens" in done.stdout
+    assert done.stdout.endswith("set()\n")
 
 
 def plain_chat(real: Any, messages: list[str], new: int) -> list[tuple[int, int, str]]:

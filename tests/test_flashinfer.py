@@ -6,7 +6,11 @@ Models and tensors are on the CPU; `flashinfer_emulation` says what stands in fo
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import flashinfer_emulation
@@ -236,6 +240,31 @@ def test_a_kernel_that_cannot_be_built_is_tried_once(
     assert cache.report().dense_calls == {"FlashInfer failed with RuntimeError": 4 * 3}
     assert len(tries) == 1
     assert "Could not find nvcc" in caplog.text
+
+
+def test_a_home_that_cannot_be_written_names_the_variable(tmp_path: Path) -> None:
+    """FlashInfer keeps its kernels there and fails in its import, without saying what to set."""
+    blocked = tmp_path / "file"
+    blocked.touch()  # no user, root included, makes a folder of it
+    script = (
+        "import conftest, hf_paged, torch\n"
+        "hf_paged.backends._FLASHINFER.unavailable = lambda device: None\n"
+        "model = conftest.tiny('llama').bfloat16()\n"
+        "model.set_attn_implementation('hf_paged')\n"
+        "cache = hf_paged.PagedCache(config=model.config, backend='flashinfer')\n"
+        "model(torch.ones(1, 5, dtype=torch.long), past_key_values=cache)\n"
+        "print(cache.report().dense_calls)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {"HOME": str(blocked), "FLASHINFER_WORKSPACE_BASE": str(blocked)}
+        | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout == "{'FlashInfer failed with NotADirectoryError': 4}\n", done.stderr
+    assert done.stderr.count("set FLASHINFER_WORKSPACE_BASE to a folder") == 1
 
 
 def test_flashinfer_by_name_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,7 +619,7 @@ def forked(prompt: int, rows: int, new: list[int]) -> FlashInferCase:
     """One row of `prompt` tokens forked to `rows`, each of which has a few tokens of its own."""
     case = FlashInferCase([prompt] * (3 * rows), 1, block_size=4)
     case.cache._batch.crop(1)
-    case.cache.batch_select_indices(torch.zeros(rows))
+    case.cache.batch_select_indices(torch.zeros(rows, dtype=torch.long))
     case.past, case.new = [prompt] * rows, 1
     case.query = torch.randn(rows, 6, 1, 16).to(BF16)
     more = max(new) + 1

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import os
+import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -139,6 +140,12 @@ def ends(world: World) -> None:
     assert isinstance(mask, LazyMask)  # and alive, as in a forward
 
 
+def edited(world: World) -> None:
+    with world.cache.edit(1) as (keys, values):
+        keys[:, :, 2:4] += 1
+        values[0] -= 1
+
+
 def keep(make: Callable[[World], Any]) -> Callable[[World], None]:
     """An operation whose result is kept."""
     return lambda world: setattr(world, "made", make(world))
@@ -159,6 +166,8 @@ OPERATIONS: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
     "crop": (recorded, lambda w: w.cache.crop(-2)),
     "reorder": (nothing, lambda w: w.cache.reorder_cache(torch.tensor([1, 1]))),
     "repeat": (nothing, lambda w: w.cache.batch_repeat_interleave(3)),
+    "edit": (keep(lambda w: w.cache.fork()), edited),
+    "pickle": (nothing, lambda w: pickle.loads(pickle.dumps(w.cache))),
     "free rows": (nothing, lambda w: w.cache.free_rows(torch.tensor([0]))),
     "reset": (nothing, lambda w: w.cache.reset()),
     "free": (nothing, lambda w: w.cache.free()),

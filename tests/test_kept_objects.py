@@ -15,7 +15,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_paged import FreeFinishedRows, PagedCache, encoder_decoder_cache
+from hf_paged import BlockPool, FreeFinishedRows, PagedCache, encoder_decoder_cache
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +98,40 @@ def test_a_stopping_criterion_takes_the_cache_of_an_encoder_decoder_model() -> N
     assert cache.self_attention_cache.freed_rows[1]
     with pytest.raises(ValueError, match="not DynamicCache"):
         FreeFinishedRows(plain(), 1)
+
+
+def test_a_cache_of_another_prompt_is_neither_filled_nor_indexed(model: Any) -> None:
+    """What it holds was passed over as if it were of these prompts, and indexed as theirs."""
+    pool = BlockPool(model, block_size=4)
+    inputs, others = ragged_ids([12, 9]), ragged_ids([20, 20], seed=1)
+    ids, mask = inputs.values()
+    words = r"begun with other tokens than those of rows \[0, 1\]"
+    filled = PagedCache(pool=pool).prefill(model, ids, mask)
+    assert pool.insert_prefix(filled, ids, attention_mask=mask) == 11 + 8
+    matched = pool.match_prefix(ids, mask)
+    moved, cut = filled.fork(2), filled.fork()
+    moved.batch_select_indices([0, 3])
+    moved.reorder_cache([1, 0])
+    cut.crop(-4)
+    for cache in (filled, matched, moved, cut):
+        held = cache.row_lengths
+        with pytest.raises(ValueError, match=words):
+            cache.prefill(model, **others)
+        assert cache.row_lengths == held
+        out = generate(model, others, cache)  # as of a DynamicCache, this cannot be told
+        with pytest.raises(ValueError, match=words):
+            pool.insert_prefix(cache, out)
+    one = PagedCache(pool=pool).prefill(model, ids[:1])
+    with pytest.raises(ValueError, match=words):
+        one.prefill(model, **others)
+    for cache in (filled, one):
+        cache.reset()
+        out = generate(model, others, cache.prefill(model, **others))
+        assert torch.equal(out, alone(model, others))
+    cut.crop(-cut.get_seq_length())
+    three = ragged_ids([5, 5, 5])["input_ids"]
+    cut.prefill(model, three).batch_select_indices([2])
+    assert pool.insert_prefix(cut, three[2:]) == 4
 
 
 def test_freed_rows_are_saved(model: Any, tmp_path: Path) -> None:

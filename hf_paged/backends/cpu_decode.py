@@ -197,12 +197,20 @@ def _kernel() -> Any:
 @cache
 def _function(dtype: torch.dtype) -> Any:
     """The kernel for K/V of `dtype`. Compiles on the first use, or takes what is on disk."""
-    notice = threading.Timer(
-        1.0, logger.warning, ["Compiling the CPU attention kernel; it is kept on disk ..."]
-    )
+    notice = threading.Timer(1.0, logger.warning, ["Compiling the CPU attention kernel ..."])
     notice.start()
     try:
-        return _kernel().compiled(dtype).ctypes
+        try:
+            return _kernel().compiled(dtype, is_kept=True).ctypes
+        except Exception as error:  # Numba's folder is missing, full, damaged or another user's
+            function = _kernel().compiled(dtype, is_kept=False).ctypes
+            logger.warning(
+                "Each process compiles the CPU attention kernel, as it cannot be kept on disk (%s: "
+                "%s); set NUMBA_CACHE_DIR to a folder that can be written.",
+                type(error).__name__,
+                error,
+            )
+            return function
     finally:
         notice.cancel()
 

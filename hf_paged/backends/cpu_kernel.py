@@ -628,10 +628,13 @@ _FUNCTIONS = {
 }
 
 
-def compiled(dtype: torch.dtype) -> Any:
-    """The C function `void attend(Call *)` for K/V of `dtype`, from disk if it is there.
+def compiled(dtype: torch.dtype, is_kept: bool) -> Any:
+    """The C function `void attend(Call *)` for K/V of `dtype`.
 
     All threads of a team call it with the same `Call`.
+
+    Args:
+        is_kept: take it from Numba's folder on disk if it is there, and put it there if not.
     """
     pointer = types.CPointer(from_dtype(np.dtype(Call)))
-    return cfunc(types.void(pointer), cache=True)(_FUNCTIONS[dtype])
+    return cfunc(types.void(pointer), cache=is_kept)(_FUNCTIONS[dtype])

@@ -36,6 +36,7 @@ from .base import AttentionCall
 
 logger = logging.getLogger("hf_paged")
 
+FOLDER_HINT = "; set FLASHINFER_WORKSPACE_BASE to a folder that can be written."
 HEAD_DIMS = (64, 128, 256)  # what all kernels are made for; others are padded
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -112,7 +113,8 @@ class FlashInferBackend:
             raise
         except Exception as error:
             reason = f"FlashInfer failed with {type(error).__name__}"
-            logger.warning("%s, K/V are gathered instead: %s", reason, error)
+            hint = FOLDER_HINT if isinstance(error, OSError) else ""
+            logger.warning("%s, K/V are gathered instead: %s%s", reason, error, hint)
             self._failures[_geometry(call)] = reason
             return reason
         return None
