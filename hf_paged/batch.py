@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from .backends import backend_for
-from .caller import is_inside_model, is_on_embeddings
+from .caller import given_to_model, is_inside_model
 from .circumstances import autocast_dtype
 from .geometry import advise, other_attention
 from .pool import FLOAT8, BlockPool, LayerStorage, bits, is_debugging
@@ -208,17 +208,11 @@ class Batch:
 
     @_exclusive
     def update(
-        self,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        gathered: str | None = None,
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, gathered: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's new K/V ([rows, kv_heads, columns, head_dim]) and show all of them.
 
         Args:
-            position_ids: those of the new columns, where the model passes them.
             gathered: why they cannot be shown as views, if not for what the config says.
 
         Raises:
@@ -247,7 +241,6 @@ class Batch:
                 storage = self.pool.layer_storage(layer, keys, values, self._stored_dims)
             else:
                 step = self._continue_step(layer, keys)
-            step.note_positions(position_ids)
             new_keys, new_values = step.unpad(keys.detach()), step.unpad(values.detach())
             if self._sharing is not None and not begins:  # the first layer's is how it was found
                 self._part(self._sharing.differing(step, new_keys, new_values))
@@ -534,11 +527,12 @@ class Batch:
             self.autocast, self._may_differ = autocast_dtype(), False
         elif columns > 1 or self._may_differ:  # other steps follow one that was looked at
             self._may_differ = self.pool.identity() != self.identity
+        given = given_to_model()
         differs = (
             self._may_differ
             or autocast_dtype() != self.autocast
             or self.pool.is_altered()
-            or is_on_embeddings()
+            or given.embeddings is not None
         )
         if self._freed_rows is not None and columns > 1:
             raise RuntimeError(
@@ -572,6 +566,8 @@ class Batch:
             self._note_mixed(int(ended.any(0).argmax()))
             before, hidden = before.hide(ended), hidden & ~ended
         step = Step(before, before.extend(columns, new), new, hidden, mask)
+        if given.position_ids is not None:
+            step.note_positions(given.position_ids)
         sharing = None
         if self.share_prompts and is_first and rows > 1:
             states = step.unpad(keys.detach()), step.unpad(values.detach())

@@ -167,6 +167,11 @@ class PagedCache(DynamicCache):
         """Forwards that have begun on this cache."""
         return self._batch.num_steps
 
+    @property
+    def has_other_states(self) -> bool:
+        """Whether a layer keeps something outside of the blocks, as the model's own ones do."""
+        return bool(self._stateful_layers())
+
     def _set_batch(self, batch: Batch) -> None:
         self._batch = batch
         self._ids = None
@@ -451,7 +456,7 @@ class PagedCache(DynamicCache):
             ValueError: the model has layers that keep other states than K/V.
             OSError: the file cannot be written; what was there before is as it was.
         """
-        if self._stateful_layers():
+        if self.has_other_states:
             raise ValueError(
                 "A cache with layers that keep other states than K/V (recurrent ones) cannot be "
                 "saved; save its prompt instead."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -28,13 +28,28 @@ def is_inside_model() -> bool:
     return False
 
 
-def is_on_embeddings() -> bool:
-    """Whether the model that the caller is in was given embeddings in place of tokens."""
-    given: dict[str, Any] = {}
-    for frame in _calls(sys._getframe(1)):  # a model may give its parts what it likes
-        if isinstance(frame.f_locals["self"], PreTrainedModel):
-            given = frame.f_locals["kwargs"]
-    return given.get("inputs_embeds") is not None
+class Given(NamedTuple):
+    """What a forward was given besides the tokens, as far as it was by name.
+
+    Attributes:
+        embeddings: in place of tokens.
+        position_ids: as the innermost part has got them to which they were passed on.
+    """
+
+    embeddings: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+
+
+def given_to_model() -> Given:
+    """What the forward was given that the caller is in."""
+    embeddings = position_ids = None
+    for frame in _calls(sys._getframe(1)):
+        module, by_name = frame.f_locals["self"], frame.f_locals["kwargs"]
+        if position_ids is None:
+            position_ids = by_name.get("position_ids")
+        if isinstance(module, PreTrainedModel):  # which may give its parts what it likes
+            embeddings = by_name.get("inputs_embeds")
+    return Given(embeddings, position_ids)
 
 
 def _calls(frame: FrameType | None) -> Iterator[FrameType]:

@@ -48,18 +48,22 @@ IRRELEVANT = {
     # which tokens generate begins and ends with, and how it looks for them
     *("begin_suppress_tokens", "bos_token_id", "cls_token_id", "decoder_start_token_id"),
     *("eod_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id"),
-    *("pad_token_id", "sep_token_id", "start_token_id", "suppress_tokens"),
+    *("pad_token_id", "sep_token_id", "suppress_tokens"),
     *("bad_words_ids", "diversity_penalty", "do_sample", "early_stopping", "length_penalty"),
     *("max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups"),
     *("encoder_no_repeat_ngram_size", "num_beams", "num_return_sequences", "repetition_penalty"),
     *("top_p", "typical_p"),
 }
 
-# Models that count positions from the id of padding on, and leave tokens of that id out.
-POSITIONS_BEHIND_PADDING_ID = {
-    *("camembert", "data2vec-text", "fsmt", "kosmos_2_5_text_model", "kosmos_2_text_model"),
-    *("m2m_100", "nllb-moe", "prophetnet", "roberta", "roberta-prelayernorm", "seamless_m4t"),
-    *("seamless_m4t_v2", "speech_to_text", "trocr", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+# Where some of these count all the same.
+RELEVANT = {
+    "initializer_range": {"dory"},  # which divides by it
+    "pad_token_id": {  # behind which positions begin
+        *("camembert", "data2vec-text", "fsmt", "kosmos_2_5_text_model", "kosmos_2_text_model"),
+        *("m2m_100", "nllb-moe", "prophetnet", "roberta", "roberta-prelayernorm", "seamless_m4t"),
+        *("seamless_m4t_v2", "speech_to_text", "speecht5", "trocr", "xlm-roberta"),
+        *("xlm-roberta-xl", "xmod"),
+    },
 }
 
 _version = attrgetter("_version")
@@ -81,12 +85,13 @@ def config_fingerprint(config: PreTrainedConfig) -> str:
 
 def _entries(config: PreTrainedConfig, decodes: bool) -> dict[str, Any]:
     """What a config says; of one that `decodes`, what counts. A newer version's fields are None."""
-    counts = config.model_type in POSITIONS_BEHIND_PADDING_ID
-    irrelevant = IRRELEVANT - ({"pad_token_id"} if counts else set()) if decodes else set()
+    kind = config.model_type
     entries = {
         name: value
         for name, value in config.to_dict().items()
-        if name not in irrelevant and not name.startswith("_") and value is not None
+        if value is not None
+        and not name.startswith("_")
+        and not (decodes and name in IRRELEVANT and kind not in RELEVANT.get(name, ()))
     }
     decoder = config.get_text_config(decoder=True) if decodes else None
     for name, part in vars(config).items():

@@ -73,6 +73,13 @@ POSITIONS_WITH_PADDING = {
     "whisper",
     "xlm",
 }
+# Models whose K/V depend on more than the tokens in front, and on what.
+WITHOUT_WINDOW = "its tokens see all that a cache still holds, and so it matters where it was cut"
+NOT_REUSABLE = {
+    "kyutai_speech_to_text": WITHOUT_WINDOW,  # their windows make a cache drop tokens, and their
+    "moshi": WITHOUT_WINDOW,  # masks show what is left
+    "recurrent_gemma": "it keeps recurrent states, before transformers 5.24 outside of a cache",
+}
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 
@@ -184,13 +191,18 @@ def longest_prefix(config: PreTrainedConfig) -> int | None:
 
     Raises:
         ValueError: layers keep other states than K/V, which are known for whole prompts only, or
-            K/V depend on another input too.
+            K/V depend on another input too, or on how a prompt was cut.
     """
     kind, config = config.model_type, decoder_config(config)
     if kind.startswith(WITH_OFFSETS) or config.model_type.startswith(WITH_OFFSETS):
         raise ValueError(
             f"Prefixes of a {kind} model cannot be reused: it keeps the offset of the last "
             "prompt's positions (M-RoPE) for all that have a cache; use plain caches."
+        )
+    if config.model_type in NOT_REUSABLE:
+        raise ValueError(
+            f"Prefixes of a {kind} model cannot be reused: {NOT_REUSABLE[config.model_type]}; use "
+            "plain caches."
         )
     if config.is_encoder_decoder:
         raise ValueError(

@@ -72,6 +72,11 @@ def insert_prefix(
         )
     if cache.pool is not pool:
         raise ValueError("The cache is of another pool; insert it into cache.pool.")
+    if cache.has_other_states:
+        raise ValueError(
+            "Prefixes of this model cannot be reused: it keeps states in layers that are not in "
+            "blocks; use plain caches."
+        )
     if cache.identity not in (None, key[0]):
         raise ValueError(
             "The model's config, weights or active adapters are not those that this cache was "

@@ -73,10 +73,8 @@ class Step:
         """Rows of the batch."""
         return len(self.before)
 
-    def note_positions(self, position_ids: torch.Tensor | None) -> None:
+    def note_positions(self, position_ids: torch.Tensor) -> None:
         """Compare the positions [..., rows or 1, columns] that the model gives with the tokens'."""
-        if position_ids is None or self.moved is not None:
-            return
         rows, columns = len(self), self.columns
         given_rows, given_columns = (1, *position_ids.shape)[-2:]
         if given_columns != columns or given_rows not in (1, rows):

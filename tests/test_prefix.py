@@ -711,7 +711,7 @@ def test_sequences_that_are_not_the_caches_are_refused() -> None:
     pool = BlockPool(model)
     cache = PagedCache(pool=pool)
     with torch.no_grad():
-        model(**ids, past_key_values=cache)
+        model(**ids, past_key_values=cache, position_ids=positions(ids))
     sequences = ids["input_ids"]
     for wrong, message in [
         (sequences[:, :5], "have 5 tokens a row"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ragged_ids, tiny
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen3NextConfig
@@ -298,18 +299,51 @@ def refusal(kind: str, path: Path, model: Any) -> str | None:
 
 @pytest.mark.parametrize("kind", ["cache", "prefixes"])
 def test_another_model_is_refused(saved: dict[str, Any], kind: str) -> None:
-    for other in (
-        tiny("gemma3_text", sliding_window=9),
-        saved["model"].config,  # weights are known to the file, and not to this
-    ):
-        with pytest.raises(ValueError, match="another model, other weights"):
-            load(kind, saved[kind], other)
+    other = tiny("gemma3_text", sliding_window=9, query_pre_attn_scalar=8)
+    values = "config has other values for query_pre_attn_scalar, sliding_window"
+    for wrong in (other, other.config):
+        with pytest.raises(ValueError, match=values):
+            load(kind, saved[kind], wrong)
     wrong = tiny("gemma3_text")
     with torch.no_grad():
         wrong.lm_head.weight += 1
-    with pytest.raises(ValueError, match="another model, other weights"):
+    with pytest.raises(ValueError, match="it was computed by other weights"):
         load(kind, saved[kind], wrong)
     load(kind, saved[kind], saved["model"])
+
+
+@pytest.mark.parametrize("kind", ["cache", "prefixes"])
+def test_a_file_and_a_pool_must_both_know_weights_or_none(kind: str, tmp_path: Path) -> None:
+    """Else these may be others; the error says so, and not that they are."""
+    model = model_of("llama")
+    for source, other, message in (
+        (model, model.config, "a config does not say whether the model has these; load it for the"),
+        (model.config, model, "made from a config, so it does not say which weights computed it"),
+    ):
+        pool = BlockPool(source, block_size=4)
+        cache, out = filled(model, pool)
+        pool.insert_prefix(cache, out)
+        cache.save(tmp_path / "cache")
+        pool.save_prefixes(tmp_path / "prefixes")
+        cache.free()
+        with pytest.raises(ValueError, match=message):
+            load(kind, tmp_path / kind, other)
+        load(kind, tmp_path / kind, source)
+
+
+@pytest.mark.parametrize("kind", ["cache", "prefixes"])
+def test_other_adapters_are_refused(kind: str, tmp_path: Path) -> None:
+    config = LoraConfig(target_modules=["up_proj"], init_lora_weights=False)
+    model = get_peft_model(model_of("llama"), config)
+    pool = BlockPool(model, block_size=4)
+    cache = PagedCache(pool=pool)
+    out = model.generate(**INPUTS, past_key_values=cache, max_new_tokens=6)
+    pool.insert_prefix(cache, out)
+    cache.save(tmp_path / "cache")
+    pool.save_prefixes(tmp_path / "prefixes")
+    with model.disable_adapter(), pytest.raises(ValueError, match="computed with other adapters"):
+        load(kind, tmp_path / kind, model)
+    load(kind, tmp_path / kind, model)
 
 
 def test_another_dtype_is_refused(tmp_path: Path) -> None:
@@ -323,7 +357,7 @@ def test_another_dtype_is_refused(tmp_path: Path) -> None:
     model.to(torch.bfloat16)
     for other in (pool, BlockPool(model, block_size=4)):
         used = other.num_blocks - other.num_free
-        with pytest.raises(ValueError, match="another model, other weights"):
+        with pytest.raises(ValueError, match="it was computed by other weights"):
             other.load_prefixes(tmp_path / "prefixes")
         other.check()
         assert other.num_blocks - other.num_free == used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
 
-from hf_paged import BlockPool
+from hf_paged import BlockPool, PagedCache
+from hf_paged.cache import argument_names, cache_argument
 from hf_paged.geometry import longest_prefix
 
-from .compare import Inputs, greedy, same_logits
+from . import test_causal
+from .compare import Inputs, generate, greedy, same_logits, text_inputs
+from .models import BASELINE, IS_NEWEST, OTHER_ATTENTION, REFUSED
 from .test_multimodal import prompt, tiny
 
 FIRST, OTHER = "what is this a picture or sound of", "what is this again please"
@@ -98,6 +102,71 @@ def test_an_image_that_nothing_names_is_refused(
         pool.insert_prefix(cache, inputs["input_ids"])
     text = inputs["input_ids"][:, PLACEHOLDERS:]
     assert pool.match_prefix(text).get_seq_length() == 0
+
+
+# Models that tell nobody but themselves which positions they were given; and those of which nothing
+# is indexed in batches with padding, as their masks are more than causal or are not asked for.
+UNSEEN_POSITIONS = {
+    *("big_bird", "ctrl", "fuyu", "gpt_bigcode", "gpt_neox_japanese", "llama4", "llama4_text"),
+    *("megatron-bert", "moshi", "persimmon", "rembert", "xglm"),
+}
+NOT_INDEXED = {"cpmant", "doge", "gemma4_unified", "mpt", "prophetnet", "xlm"}
+CAUSAL = [
+    param
+    for param in test_causal.NAMES
+    if param.values[0] not in {**REFUSED, **OTHER_ATTENTION, **({} if IS_NEWEST else BASELINE)}
+]
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the words of its refusal."""
+    try:
+        return call()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_what_is_indexed_is_what_a_prompt_has_alone(name: str) -> None:
+    """In all architectures: of padded prompts too, not of other positions, and to the same end."""
+    model, inputs, padding = test_causal.tiny(name, "hf_paged"), text_inputs(), 7
+    pool = BlockPool(model, block_size=4)
+    found = attempt(lambda: pool.match_prefix(**inputs))
+    if "cannot be reused" in str(found):
+        return
+    counts_padding = "counts padding as positions" in str(found)
+    assert isinstance(found, PagedCache) or counts_padding
+    alone = {key: value[1:, padding:] for key, value in inputs.items()}
+    held, fresh = [], []
+    for given in (inputs, alone):
+        with PagedCache(pool=pool) as cache:
+            out = generate(model, cache, given, max_new_tokens=3).sequences
+            fresh.append(attempt(lambda: pool.insert_prefix(cache, out)))  # noqa: B023
+            parts = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+            held.append([part[-1, :, -7:] for part in parts if part is not None])
+        if "cannot be reused" in str(fresh[-1]):
+            return
+    is_indexed = fresh[0] == 23 + 16
+    if IS_NEWEST:
+        assert is_indexed == (name not in NOT_INDEXED and not counts_padding)
+    if not is_indexed:
+        assert fresh[0] == 0 or isinstance(fresh[0], str)
+        return
+    for padded, own in zip(*held, strict=True):
+        torch.testing.assert_close(padded, own, atol=1e-3, rtol=0)
+    ids = torch.cat([out, text_inputs(rows=1, width=5, padding=0)["input_ids"]], 1)
+    turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with pool.match_prefix(**turn) as cache:
+        assert cache.get_seq_length() == 16
+        again = generate(model, cache, turn, max_new_tokens=3)
+    same_logits(again, generate(model, DynamicCache(config=model.config), turn, max_new_tokens=3))
+    if "position_ids" in argument_names(model):
+        ids, moved = alone["input_ids"], torch.arange(3, 17)[None]
+        pool.clear_prefixes()
+        with PagedCache(pool=pool) as cache, torch.no_grad():
+            model(input_ids=ids, position_ids=moved, **cache_argument(model, cache))
+            is_seen = pool.insert_prefix(cache, ids) == 0
+        assert is_seen == (name not in UNSEEN_POSITIONS) or not IS_NEWEST
 
 
 def test_positions_that_depend_on_the_last_prompt_are_refused() -> None:
