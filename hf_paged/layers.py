@@ -19,7 +19,7 @@ from .batch import Batch
 from .edit import assign, edit
 from .geometry import cross_layers
 from .pool import LayerStorage
-from .view import COMPILED, ReadOnly, gather
+from .view import COMPILED, ReadOnly, gather, no_writes
 
 
 # A compiled forward breaks its graph here, and gets ordinary numbers and tensors: it can neither
@@ -122,7 +122,7 @@ class PagedLayer(DynamicLayer):
         states = _read(self._batch, self._index, part)
         if states is None or torch.compiler.is_compiling():
             return states
-        return ReadOnly(states, f"with cache.edit({self._index}) as (keys, values): ...")
+        return ReadOnly(states, no_writes(self._index))
 
     def activate_past_recording(self) -> None:
         self._batch.start_recording()

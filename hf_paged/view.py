@@ -121,7 +121,7 @@ class Densifying(torch.Tensor):
 
     # The C++ default skips subclass handling that we do not need: every op reaches the dispatch.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _shows_blocks = False  # whether what is written to it, or to a part of it, would be missed
+    refusal: str  # what is said to who writes to it, or to a part of it
 
     def densify(self) -> torch.Tensor:
         raise NotImplementedError
@@ -135,12 +135,17 @@ class Densifying(torch.Tensor):
         for at, name in written:
             _check_written(args[at] if at < len(args) else kwargs.get(name))
         result = func(*_dense(args), **{name: _dense(value) for name, value in kwargs.items()})
-        if is_view and isinstance(args[0], Densifying) and args[0]._shows_blocks:
-            return _read_only(result)
+        if is_view and isinstance(args[0], Densifying):
+            return _read_only(result, args[0].refusal)
         return result
 
-    def _unwritable(self) -> RuntimeError:
-        return RuntimeError(f"A {type(self).__name__} cannot be written to; write into a clone().")
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, states: torch.Tensor) -> None:
+        raise RuntimeError(self.refusal)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # the default would densify
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -179,55 +184,42 @@ def _check_written(value: Any) -> None:
     """Raise RuntimeError if an argument that is written to is, or has, a tensor of ours."""
     for tensor in value if isinstance(value, list | tuple) else (value,):
         if isinstance(tensor, Densifying):
-            raise tensor._unwritable()
+            raise RuntimeError(tensor.refusal)
 
 
-def _read_only(value: Any) -> Any:
-    """`value`, the result of an operation, with tensors that cannot be written to."""
-    if isinstance(value, torch.Tensor):
-        return ReadOnly(value)
-    return type(value)(map(_read_only, value)) if isinstance(value, list | tuple) else value
+def _read_only(views: Any, refusal: str) -> Any:
+    """The result of an operation, a tensor or several, as what cannot be written to."""
+    if isinstance(views, torch.Tensor):
+        return ReadOnly(views, refusal)
+    return type(views)(_read_only(view, refusal) for view in views)
+
+
+def no_writes(layer: int | str = "layer") -> str:
+    """What is said to who writes to K/V of a layer that were read out of a cache."""
+    return (
+        "What is written to K/V that were read out of a PagedCache would never reach its blocks; "
+        f"change the cache by `with cache.edit({layer}) as (keys, values): ...`, or a clone() for "
+        "yourself."
+    )
 
 
 class ReadOnly(Densifying):
-    """K or V read out of the blocks: what is written to this copy would never get there.
+    """A copy, or a part of one, in which a change would be lost: so it cannot be written to.
 
     To all that reads it is an ordinary tensor, and what is computed from it is one. Parts of it
     (slices and other views) are as it is.
-
-    Args:
-        states: the copy.
-        way: how to change what is in the blocks.
     """
 
-    _shows_blocks = True
     _states: torch.Tensor
-    _way: str
 
     @staticmethod
-    def __new__(
-        cls, states: torch.Tensor, way: str = "with cache.edit(layer) as (keys, values): ..."
-    ) -> ReadOnly:
+    def __new__(cls, states: torch.Tensor, refusal: str) -> ReadOnly:
         copied = torch.Tensor._make_subclass(cls, states)
-        copied._states, copied._way = states, way
+        copied._states, copied.refusal = states, refusal
         return copied
 
     def densify(self) -> torch.Tensor:
         return self._states
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, states: torch.Tensor) -> None:
-        raise self._unwritable()
-
-    def _unwritable(self) -> RuntimeError:
-        return RuntimeError(
-            "What is written to K/V that were read out of a PagedCache would never reach its "
-            f"blocks; change the cache by `{self._way}`, or a clone() for yourself."
-        )
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return repr(self._states)
@@ -236,7 +228,7 @@ class ReadOnly(Densifying):
 class PagedView(Densifying):
     """Keys or values of a layer: [rows, kv_heads, columns, head_dim]."""
 
-    _shows_blocks = True
+    refusal = no_writes()
     pages: LayerPages
     _new: torch.Tensor
     _blocks: torch.Tensor
@@ -256,9 +248,6 @@ class PagedView(Densifying):
             self._dense = self.pages.dense(self._new.detach(), self._blocks)
         return self._dense
 
-    _unwritable = ReadOnly._unwritable
-    _way = "with cache.edit(layer) as (keys, values): ..."
-
 
 class LazyMask(Densifying):
     """An attention mask [rows, 1, queries, columns], True where a query may look.
@@ -272,6 +261,7 @@ class LazyMask(Densifying):
         is_read: whether anybody has looked at it since it was made.
     """
 
+    refusal = "A mask is built where it is read, so a change would be lost; write into a clone()."
     among_tokens: Pattern | None = None
     padding: torch.Tensor | None = None
     is_read = False

@@ -15,6 +15,8 @@ from interrupts import interrupt
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
+from hf_paged.attention import paged_mask
+from hf_paged.view import LazyMask
 
 Build = Callable[[str], PreTrainedModel]
 LENGTHS = [13, 6]  # the second row begins with 7 columns of padding
@@ -94,6 +96,22 @@ def test_parts_of_what_update_returns_cannot_be_written_to(cache: PagedCache) ->
         with pytest.raises(RuntimeError, match="never reach its blocks"):
             write()
     assert type(keys[:, :, :4] + 0) is torch.Tensor
+
+
+def test_masks_and_parts_of_them_cannot_be_written_to(cache: PagedCache) -> None:
+    """A model that changed a part of its mask in place changed a copy, and attended as before."""
+    length, offset = cache.get_mask_sizes(3, 0)
+    mask = paged_mask(2, 3, length, 13, offset)
+    assert isinstance(mask, LazyMask)
+    for write in (
+        lambda: mask.fill_(True),
+        lambda: mask.__setitem__((..., 0), True),
+        lambda: mask[..., :4].masked_fill_(torch.tensor(True), True),
+        lambda: mask.transpose(0, 1)[0].logical_not_(),
+    ):
+        with pytest.raises(RuntimeError, match=r"a change would be lost; write into a clone\(\)"):
+            write()
+    assert type(mask[..., :4] | False) is torch.Tensor
 
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
