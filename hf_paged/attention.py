@@ -73,7 +73,6 @@ def paged_attention(
     wants_weights = bool(kwargs.get("output_attentions", False))
     if isinstance(key, PagedView) and isinstance(value, PagedView) and key.pages is value.pages:
         pages = key.pages
-        pages.group.step.note_positions(kwargs.get("position_ids"))
         extras = {
             "position bias": position_bias is not None,
             "sinks of each query": sinks is not None,

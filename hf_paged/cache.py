@@ -480,10 +480,13 @@ class PagedCache(DynamicCache):
 
         Args:
             path: the file.
-            config: the model's config, or the model if the cache's pool was made from a model.
+            config: the model if the cache's pool was made from a model, else its config: which
+                weights computed K/V must be known on both sides, or on none. Fields of the config
+                that change no K/V may be others.
 
         Raises:
-            ValueError: the file is damaged, or of another model.
+            ValueError: the file is damaged, or of another config (the error names the fields),
+                other weights or adapters, or only one side knows weights.
         """
         BlockPool(config)  # what is wrong with the config is not the file's fault
         snapshot, pool = Snapshot.load(path, "cache", partial(BlockPool, config))

@@ -38,13 +38,9 @@ def _mask_sizes(batch: Batch, index: int, queries: int) -> tuple[int, int]:
 
 @torch.compiler.disable
 def _updated(
-    batch: Batch,
-    index: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    position_ids: torch.Tensor | None,
+    batch: Batch, index: int, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return batch.update(index, keys, values, position_ids, COMPILED)
+    return batch.update(index, keys, values, COMPILED)
 
 
 @torch.compiler.disable
@@ -135,11 +131,9 @@ class PagedLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [batch, kv_heads, tokens, head_dim] K/V; returns all that are shown, as views where
         our attention function reads them."""
-        # What the model hands down to its attention layers; versions before 5.24 do not pass it.
-        position_ids = kwargs.get("kwargs", {}).get("position_ids")
         if torch.compiler.is_compiling():
-            return _updated(self._batch, self._index, key_states, value_states, position_ids)
-        return self._batch.update(self._index, key_states, value_states, position_ids)
+            return _updated(self._batch, self._index, key_states, value_states)
+        return self._batch.update(self._index, key_states, value_states)
 
     def get_seq_length(self) -> int:
         if torch.compiler.is_compiling():

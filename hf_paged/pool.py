@@ -342,8 +342,9 @@ class BlockPool:
 
     Args:
         config: the model's config (a composite model's is resolved to its decoder's), or the model
-            itself: then known prefixes are also told apart by its weights and active adapters, and
-            a pool that several checkpoints use, or whose model is trained, stays right.
+            itself: then known prefixes are also told apart by its weights and active adapters, so
+            that a pool that several checkpoints use, or whose model is trained, stays right. Later
+            changes of the config are followed, except other windows, which are refused.
         block_size: token slots in a block.
         num_blocks: blocks of each layer group. With neither this nor `max_memory` the pool grows.
         max_memory: bytes over all layers, as an int or as text such as "4GiB".
@@ -497,6 +498,10 @@ class BlockPool:
             sequences = model.generate(**inputs, past_key_values=cache)
             pool.insert_prefix(cache, sequences)
 
+        They are the K/V that the model as it is now computes from tokens and their positions alone,
+        without forward hooks, not in training, and under the autocast that this is called under. So
+        call it where generate is called; what hooks are to change or see must be computed anew.
+
         All rows continue at the same column, so what is reused of a batch is what all rows know,
         counted in columns, and at least the last token of each prompt is left to compute. An
         assistant or prompt lookup takes no cache that already holds tokens.
@@ -506,7 +511,8 @@ class BlockPool:
                 array or lists.
             attention_mask: [rows, tokens], 0 where a column is padding.
             extra_key: what else the K/V depend on or must not be shared across (a tenant, the hash
-                of an image): text, an int, bytes, or a tuple of these.
+                of an image, what `insert_prefix` cannot see): text, an int, bytes, or a tuple of
+                these.
             num_return_sequences: how many rows of the cache each prompt gets.
 
         Raises:
@@ -531,10 +537,24 @@ class BlockPool:
     ) -> int:
         """Index the tokens that a cache holds; what was known before is then stored once.
 
-        The K/V must be those of a prompt on its own: computed by generate or `PagedCache.prefill`,
-        which give a token its position without the padding in front of it. Tokens behind the first
-        mask that is more than causal (image blocks, packed sequences) are left out. Rows on
-        different adapters (`adapter_names`) need an `extra_key` each.
+        The K/V must be those of a prompt on its own. Of each row are left out the first token that
+        cannot be so, and all behind it:
+
+        - under a mask that is more than causal (image blocks, packed sequences);
+        - at another position than generate and `PagedCache.prefill` give it, which leave out the
+          padding in front of it, or of `inputs_embeds` in place of tokens, if the forward was given
+          these by name;
+        - under another autocast than the first token, or after config, weights or active adapters
+          have changed, if only in between;
+        - where the pool was made from the model: in training, or under a forward hook that returns
+          something or calls what writes to a tensor (`add_`). Hooks that only look on do not count,
+          and `adapter_names` of PEFT are such hooks as do.
+
+        Not seen, so to be named by `extra_key`, or to be kept in a pool of its own: other inputs of
+        the forward (`token_type_ids`, `encoder_hidden_states`), hooks that write by an index
+        (`output[0][:] = ...`), attributes and methods of modules that are replaced for the time of
+        the forward, weights written through `weight.data`; and all that changes the model, where
+        the pool was made from a config.
 
         After beam search the rows of a cache are not the sequences that it returned: their prompts
         are indexed, and no more.
@@ -550,8 +570,8 @@ class BlockPool:
 
         Raises:
             ValueError: the sequences, the mask and the cache do not belong together, the model's
-                weights or adapters have changed since the cache was begun, there is padding behind
-                a token, or the model's prefixes cannot be reused exactly.
+                config, weights or adapters are others than when the cache was begun, there is
+                padding behind a token, or the model's prefixes cannot be reused exactly.
         """
         from .reuse import insert_prefix
 
@@ -702,6 +722,9 @@ class BlockPool:
     def save_prefixes(self, path: str | os.PathLike[str]) -> None:
         """Write all known prefixes of the model as it is now to a safetensors file.
 
+        It can be loaded where config and weights are the same; by a pool that was made from a
+        config where this one was, which is trusted to belong to one checkpoint.
+
         Raises:
             OSError: the file cannot be written; what was there before is as it was.
         """
@@ -716,8 +739,9 @@ class BlockPool:
             How many tokens became reusable that were not before.
 
         Raises:
-            ValueError: the file is damaged, or of another model, other weights, block_size or
-                layout; nothing was loaded.
+            ValueError: the file is damaged, or of another config (the error names the fields),
+                other weights or adapters, block_size or layout, or only one of the two pools was
+                made from a model, so that the weights may be others; nothing was loaded.
             PoolExhausted: the pool has too few blocks; nothing was loaded.
         """
         from .reuse import load_prefixes
