@@ -16,6 +16,7 @@ import torch
 from conftest import ragged_ids, tiny
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import DynamicCache, LlamaConfig
+from transformers.integrations.neftune import activate_neftune
 
 from hf_paged import BlockPool, PagedCache
 from hf_paged.fingerprint import config_fingerprint
@@ -259,6 +260,7 @@ def test_hooks_that_look_on_change_nothing() -> None:
     with torch.no_grad():
         model(IDS, output_hidden_states=True, use_cache=False)  # installs hooks that stay
     model.enable_input_require_grads()
+    activate_neftune(model, 5.0)  # which adds noise in training only
     assert model.model.layers[0]._forward_hooks
     assert model.get_input_embeddings()._forward_hooks
     accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
