@@ -605,12 +605,13 @@ class Batch:
             return False
         index = self.pool.group_of_layer[layer]
         slots = self.tables.column_slots(index, self.tokens, self.columns)[:, : keys.shape[2]]
-        row, column = np.nonzero(slots >= 0)
+        where = np.nonzero(slots >= 0)
+        slot, row, column = upload([slots[where], *where], keys.device)
         stored = self.pool.groups[index].storage[layer].key_slots
-        held = stored[torch.from_numpy(slots[row, column]).to(stored.device)].float()
-        near = max(1 / 32, torch.finfo(stored.dtype).eps) * held.abs()
-        is_near = (keys.detach()[row, :, column].float() - held).abs() <= near
-        return 2 * int((is_near.flatten(1).float().mean(1) > 0.9).sum()) > len(row)
+        held, again = stored[slot].float(), keys.detach()[row, :, column].float()
+        near = max(1 / 32, torch.finfo(stored.dtype).eps)
+        is_near = (again - held).abs() <= near * held.abs()
+        return 2 * int((is_near.flatten(1).float().mean(1) > 0.9).sum()) > len(slot)
 
     def _note_mixed(self, column: int) -> None:
         """From this column on a row's K/V may be of more or less than its own past alone."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ragged_ids, tiny
+from test_snapshot import tampered
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
@@ -146,3 +147,11 @@ def test_freed_rows_are_saved(model: Any, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="Rows of this cache have been freed"):
             model(ids, past_key_values=loaded)
     assert loaded.freed_rows.tolist() == [False, True]
+    for change in (torch.Tensor.logical_not, torch.Tensor.int, lambda rows: rows[None]):
+        path = tampered(
+            tmp_path / "cache",
+            tmp_path / "forged",
+            lambda tensors, _, f=change: tensors.update(freed_rows=f(tensors["freed_rows"])),
+        )
+        with pytest.raises(ValueError, match="its rows are not those of a cache"):
+            PagedCache.load(path, model.config)
