@@ -192,7 +192,8 @@ class Batch:
         length, offset = visible + queries, tokens.columns - visible
         if tokens is not self._complete:
             return length, offset  # a layer asks that has the step's tokens: no mask of this step
-        self._masks.pop(threading.get_ident(), None)
+        if not is_inside_model():  # a hook may ask in the middle of the forward
+            self._masks.pop(threading.get_ident(), None)
         # That of flex_attention is compiled code, and compiled anew for every int of ours.
         if self.pool.attending._attn_implementation != "flex_attention":
             length = KVLength(length, self)
