@@ -203,6 +203,7 @@ def one_layer_cache(
 ) -> PagedCache:
     config = LlamaConfig(
         num_hidden_layers=1,
+        attn_implementation="hf_paged",
         num_attention_heads=heads[1],
         hidden_size=heads[1] * dim,
         layer_types=["sliding_attention" if window else "full_attention"],

@@ -74,7 +74,10 @@ def cache_of_one_layer(
 ) -> PagedCache:
     """A filled cache whose blocks are scattered over the pool, with room for as many tokens."""
     config = LlamaConfig(
-        num_hidden_layers=1, num_attention_heads=kv_heads, hidden_size=kv_heads * dim
+        num_hidden_layers=1,
+        num_attention_heads=kv_heads,
+        hidden_size=kv_heads * dim,
+        attn_implementation="hf_paged",
     )
     cache = PagedCache(config=config, num_blocks=2 * rows * (tokens // 16 + 1))
     free = cache.pool.groups[0]._free
@@ -253,7 +256,12 @@ def in_a_process(way: str, quick: bool) -> tuple[float, int]:
 
 def host_work(rows: int, rounds: int) -> dict[str, Any]:
     """What a decode step costs once: the first layer's update less the second's."""
-    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=1, hidden_size=16)
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        hidden_size=16,
+        attn_implementation="hf_paged",
+    )
     cache = PagedCache(config=config)
     new, query = torch.randn(rows, 1, 1, 16), torch.randn(rows, 1, 1, 16)
     spent: list[list[float]] = [[], []]

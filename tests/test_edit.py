@@ -24,8 +24,9 @@ LENGTHS = [13, 6]  # the second row begins with 7 columns of padding
 
 def prefilled(model: PreTrainedModel, cache: Any, lengths: list[int] | None = None) -> Any:
     inputs = ragged_ids(lengths or LENGTHS)
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        model(**inputs, past_key_values=cache)
+        model(**inputs, position_ids=positions, past_key_values=cache)
     return cache
 
 
