@@ -120,15 +120,6 @@ class PagedLayer(DynamicLayer):
             return states
         return ReadOnly(states, no_writes(self._index))
 
-    @property
-    def record_past(self) -> bool:
-        """Whether tokens that leave windows are kept until the next `crop`."""
-        return self._batch.record_past
-
-    @record_past.setter
-    def record_past(self, value: bool) -> None:
-        self._batch.record_past = value
-
     def activate_past_recording(self) -> None:
         self._batch.start_recording()
 
@@ -221,6 +212,15 @@ class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
     @property
     def cumulative_length(self) -> int:  # type: ignore[override]
         return self.get_seq_length()
+
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens that leave the window are kept until the next `crop`."""
+        return self._batch.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self._batch.record_past = value
 
     def get_max_length(self) -> int:
         return self.sliding_window
