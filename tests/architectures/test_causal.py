@@ -89,7 +89,7 @@ def test_equals_dynamic_cache(name: str, note: Callable[[Result], None]) -> None
             result.remarks.append(f"no {kind} in transformers")
             continue
         compare(run, models, caches, text_inputs())
-    cache = PagedCache(config=config, block_size=4)
+    cache = PagedCache(config=models[1].config, block_size=4)
     result.path = decode_path(models[1], cache, cache, text_inputs())
     result.groups = groups(cache)
     return note(result)
