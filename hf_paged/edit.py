@@ -30,7 +30,7 @@ def edit(batch: Batch, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]
     before = [
         gather(blocks, slots).to(storage.given_dtype) for blocks in (storage.keys, storage.values)
     ]
-    keys, values = (states.clone() for states in before)
+    keys, values = (states.clone(memory_format=torch.contiguous_format) for states in before)
     yield keys, values
     is_edited = torch.zeros(slots.shape, dtype=torch.bool, device=keys.device)
     for new, old in zip((keys, values), before, strict=True):
@@ -41,7 +41,7 @@ def edit(batch: Batch, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]
                 f"{new.dtype}, {new.device}; nothing was written."
             )
         is_edited |= (new != old).any(3).any(1)
-    batch.overwrite(layer, tokens, is_edited.cpu().numpy(), keys, values)
+    batch.overwrite(layer, tokens, is_edited.cpu().numpy(), keys.detach(), values.detach())
 
 
 def assign(stored: torch.Tensor, states: torch.Tensor | None) -> None:

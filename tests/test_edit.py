@@ -316,6 +316,19 @@ def test_an_edit_that_changes_nothing_does_nothing(model: PreTrainedModel) -> No
     assert pool.insert_prefix(cache, ragged_ids([13])["input_ids"]) == 13
 
 
+def test_no_gradient_gets_into_the_blocks(model: PreTrainedModel, cache: PagedCache) -> None:
+    """A steering vector that is trained made the pool's memory part of its graph."""
+    vector = torch.ones(16, requires_grad=True)
+    with cache.edit(0) as (keys, values):
+        keys.view(-1, 16).add_(vector)
+        values[:, :, 8:] = vector
+    cache.layers[1].keys = cache.layers[1].keys * vector
+    for storage in cache.pool.groups[0].storage.values():
+        for memory in (storage.padded_keys, storage.key_slots, storage.value_slots):
+            assert not memory.requires_grad
+    model(torch.tensor([[5], [6]]), past_key_values=cache)
+
+
 def test_padding_is_passed_over(cache: PagedCache) -> None:
     """A whole tensor may be shifted; where no token is stored there is nothing to change."""
     before = contents(cache)
