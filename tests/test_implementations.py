@@ -183,8 +183,17 @@ def test_flex_attention_as_transformers_compiles_it(tiny_model: Build) -> None:
         forward(model, cache, 0, 12)
         found = forward(model, cache, 12, 13)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    assert type(cache.get_mask_sizes(1, 0)[0]) is int  # or its mask is compiled at every step
     assert cache.report().dense_calls == {reason("flex_attention"): 4 * 2}
+
+
+def test_the_mask_of_flex_attention_is_made_for_a_plain_length(tiny_model: Build) -> None:
+    """It is compiled code, which was compiled anew for each int that knows its cache."""
+    model = tiny_model("llama")
+    for name, is_plain in (("flex_attention", True), ("hf_paged", False)):
+        model.set_attn_implementation(name)
+        length, _ = PagedCache(config=model.config).get_mask_sizes(3, 0)
+        assert length == 3
+        assert (type(length) is int) == is_plain
 
 
 def test_a_forward_that_is_compiled_in_part() -> None:
