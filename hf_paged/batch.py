@@ -117,7 +117,7 @@ class Batch:
         self._idle: set[int] = set()  # layers that the model passes over
         self._has_completed = False
         self._blamed: set[int] | None = None  # layers behind at the last roll-back
-        # The mask of each thread's next step, until that is complete. The next mask takes its place,
+        # The mask of each thread's next step, until that is complete. The next one takes its place,
         # and a forward that makes none of ours drops it: one that fails leaves its mask behind, and
         # a traceback that somebody keeps holds it for as long as it lives.
         self._masks: dict[int, weakref.ref[LazyMask]] = {}
@@ -192,8 +192,8 @@ class Batch:
         length, offset = visible + queries, tokens.columns - visible
         if tokens is not self._complete:
             return length, offset  # a layer asks that has the step's tokens: no mask of this step
-        # Where ours is not asked for a mask next, the one that is there is of another forward; a hook
-        # may ask in the middle of one.
+        # Where ours is not asked for a mask next, the one that is there is of another forward; a
+        # hook may ask in the middle of one.
         if other_attention(self.pool.attending) is not None and not is_inside_model():
             self._masks.pop(threading.get_ident(), None)
         # That of flex_attention is compiled code, and compiled anew for every int of ours.
