@@ -6,10 +6,11 @@
 Importing this package registers "hf_paged" with transformers as an attention and mask function.
 """
 
-from .admission import FreeFinishedRows, PromptBatch
 from .attention import register
+from .batching import FreeFinishedRows, PromptBatch
 from .cache import PagedCache, encoder_decoder_cache
-from .pool import BlockPool, PoolExhausted
+from .core.allocator import PoolExhausted
+from .pool import BlockPool
 from .report import CacheReport
 
 __all__ = [

@@ -14,9 +14,9 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 
 from .backends import AttentionCall, Backend, backend_for
 from .backends.dense import causal_mask, reference_attention
-from .batch import KVLength
-from .geometry import NAME, models_of
-from .step import Pattern
+from .core.forward import KVLength
+from .core.metadata import Pattern
+from .core.model_spec import NAME, models_of
 from .view import COMPILED, PAGED, Densifying, LayerPages, LazyMask, PagedView, without_gradient
 
 MORE_THAN_A_PATTERN = "a mask that is more than causal, sliding or chunked"

@@ -24,13 +24,13 @@ from transformers import (
 
 from .arguments import check_count, padding_mask, row_numbers, token_ids
 from .backends import backend_for, check_backend
-from .batch import Batch
+from .core.block_table import BlockTables, RowLayout
+from .core.forward import CacheState
 from .edit import edit
 from .layers import PLAIN, check_crop, copy_states, make_layers, states_of
 from .pool import BlockPool
 from .report import CacheReport, block_map
-from .snapshot import Snapshot
-from .table import BlockTables, Tokens
+from .serialization import Snapshot
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -86,7 +86,7 @@ class PagedCache(DynamicCache):
                 raise ValueError(
                     f"block_size={block_size} contradicts the pool's, which is {pool.block_size}."
                 )
-        self._set_batch(Batch(pool, backend, share_prompts))
+        self._set_state(CacheState(pool, backend, share_prompts))
 
     @classmethod
     def holding(
@@ -97,7 +97,7 @@ class PagedCache(DynamicCache):
         Their first `known` columns (None: all) have the tokens that a caller takes them to have.
         """
         cache = cls(pool=tables.pool)
-        cache._batch.adopt(tables, identity, autocast, known)
+        cache._state.adopt(tables, identity, autocast, known)
         return cache
 
     def note_ids(self, ids: np.ndarray) -> None:
@@ -116,7 +116,7 @@ class PagedCache(DynamicCache):
         if known is None:
             return
         width = min(known.shape[1], ids.shape[1])
-        is_token = self._batch.tokens.mask()[rows, :width]
+        is_token = self._state.tokens.mask()[rows, :width]
         differs = ((known[:, :width] != ids[:, :width]) & is_token).any(1)
         if differs.any():
             raise ValueError(
@@ -131,18 +131,18 @@ class PagedCache(DynamicCache):
     @property
     def identity(self) -> str | None:
         """`BlockPool.identity` when the first token was stored; None if there was none yet."""
-        return self._batch.identity
+        return self._state.identity
 
     @property
     def autocast(self) -> str | None:
         """`autocast_dtype` when the first token was stored."""
-        return self._batch.autocast
+        return self._state.autocast
 
     @property
     def own_columns(self) -> np.ndarray:
         """int64 [rows], the columns of each row whose K/V follow from its tokens and the identity:
         none from the first that had another position, a hook, or a changed model."""
-        return self._batch.own_columns
+        return self._state.own_columns
 
     def known_tables(self) -> tuple[BlockTables, int | None]:
         """The block tables, and the columns whose K/V are those of the caller's sequences.
@@ -150,52 +150,52 @@ class PagedCache(DynamicCache):
         After `reorder_cache`, which beam search calls, and after a mask that is more than causal,
         those are the columns in front of it; else None, for all.
         """
-        return self._batch.known_tables()
+        return self._state.known_tables()
 
     @property
     def may_hold_padding(self) -> bool:
         """Whether padding may be stored, as a model without our mask function has it stored."""
-        return self._batch.may_hold_padding
+        return self._state.may_hold_padding
 
     @property
     def freed_rows(self) -> np.ndarray:
         """bool [rows], whose blocks `free_rows` has given back."""
-        return self._batch.freed_rows
+        return self._state.freed_rows
 
     @property
     def num_steps(self) -> int:
         """Forwards that have begun on this cache."""
-        return self._batch.num_steps
+        return self._state.num_steps
 
     @property
     def has_other_states(self) -> bool:
         """Whether a layer keeps something outside of the blocks, as the model's own ones do."""
         return bool(self._stateful_layers())
 
-    def _set_batch(self, batch: Batch) -> None:
-        self._batch = batch
+    def _set_state(self, batch: CacheState) -> None:
+        self._state = batch
         self._ids = None
         Cache.__init__(self, layers=make_layers(batch))
 
     @property
     def pool(self) -> BlockPool:
         """The blocks of this cache, and of all that it shares with."""
-        return self._batch.pool
+        return self._state.pool
 
     @property
     def block_tables(self) -> list[list[int]]:
         """For each row the physical block of each logical block (full-attention group)."""
-        return [row[row >= 0].tolist() for row in self._batch.block_table(0)]
+        return [row[row >= 0].tolist() for row in self._state.block_table(0)]
 
     @property
     def row_lengths(self) -> list[int]:
         """For each row the tokens that it holds, padding not counted."""
-        return self._batch.tokens.lengths.tolist()
+        return self._state.tokens.lengths.tolist()
 
     @property
     def batch_size(self) -> int:
         """Rows of the cache, -1 before the first forward."""
-        return self._batch.rows or -1
+        return self._state.rows or -1
 
     @property
     def is_compileable(self) -> bool:
@@ -230,12 +230,12 @@ class PagedCache(DynamicCache):
         for layer in self._stateful_layers():
             check_crop(layer, count)
         ids, self._ids = self._ids, None  # an exception may come behind any call
-        self._batch.crop(count)
+        self._state.crop(count)
         if ids is not None:
             self.note_ids(ids)
         for layer in self._stateful_layers():
             layer.crop(-count)
-        self._batch.rejoin()
+        self._state.rejoin()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i what row `beam_idx[i]` is now; moves table entries, never K/V.
@@ -244,7 +244,7 @@ class PagedCache(DynamicCache):
             IndexError: there is no such row.
         """
         rows = self._row_numbers(beam_idx)
-        self._batch.note_move()
+        self._state.note_move()
         self._select(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -257,36 +257,36 @@ class PagedCache(DynamicCache):
 
     def _row_numbers(self, indices: Any) -> np.ndarray:
         """Those that `indices` are; an empty cache has none, whatever is chosen of it."""
-        rows = self._batch.rows
+        rows = self._state.rows
         return row_numbers(indices, rows) if rows else np.arange(0)
 
     def _select(self, rows: np.ndarray) -> None:
         ids, self._ids = self._ids_of(rows), None
-        self._batch.select(rows)
+        self._state.select(rows)
         self._ids = ids
         for layer in self._stateful_layers():
             _select_states(layer, rows)
-        self._batch.rejoin()
+        self._state.rejoin()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make each row `repeats` rows, one after the other, that share every block."""
         check_count("repeats", repeats)
-        self._select(np.arange(self._batch.rows).repeat(repeats))
+        self._select(np.arange(self._state.rows).repeat(repeats))
 
     def reset(self) -> None:
         """Give all blocks back; the cache is as new."""
         self._ids = None
-        self._batch.reset()
+        self._state.reset()
         for layer in self._stateful_layers():
             layer.reset()
-        self._batch.rejoin()
+        self._state.rejoin()
 
     def fork(self, n: int = 1) -> PagedCache:
         """A new cache that shares every block; its rows are these rows, each n times in a row."""
         check_count("n", n)
-        rows = np.arange(self._batch.rows).repeat(n)
+        rows = np.arange(self._state.rows).repeat(n)
         forked = copy.copy(self)  # a subclass may have more attributes
-        forked._set_batch(self._batch.forked(rows))
+        forked._set_state(self._state.forked(rows))
         forked._ids = self._ids_of(rows)
         added = self.layers[len(forked.layers) :]  # some models make more layers of their own
         forked.layers += copy.deepcopy(added)
@@ -306,10 +306,10 @@ class PagedCache(DynamicCache):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: the rows and copies of their blocks, without the pool and its model."""
-        others = vars(self).keys() - {"_batch", "layers"}
+        others = vars(self).keys() - {"_state", "layers"}
         count = len(self.pool.plain_layers)  # some models make more layers of their own
         return {
-            "batch": self._batch.packed(),
+            "batch": self._state.packed(),
             "states": [states_of(layer) for layer in self.layers[:count]],
             "added": self.layers[count:],
             "others": {name: vars(self)[name] for name in others},
@@ -317,7 +317,7 @@ class PagedCache(DynamicCache):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A cache in a pool of its own, that grows; K/V are on the devices that they were on."""
-        self._set_batch(Batch.unpacked(state["batch"]))
+        self._set_state(CacheState.unpacked(state["batch"]))
         for layer, states in zip(self.layers, state["states"], strict=True):
             vars(layer).update(states)
         self.layers += state["added"]
@@ -346,7 +346,7 @@ class PagedCache(DynamicCache):
                 changed meanwhile, or this is called in the middle of a forward.
             PoolExhausted: too few blocks are free for the copies; nothing was written.
         """
-        return edit(self._batch, layer)
+        return edit(self._state, layer)
 
     def prefill(
         self,
@@ -396,8 +396,8 @@ class PagedCache(DynamicCache):
                 "prompts, in front what the cache holds."
             )
         numbers = ids.cpu().numpy()
-        if self._batch.rows in (1, len(numbers)):
-            self.check_ids(numbers, np.arange(len(numbers)) % self._batch.rows)
+        if self._state.rows in (1, len(numbers)):
+            self.check_ids(numbers, np.arange(len(numbers)) % self._state.rows)
         # With M-RoPE an image takes positions of its own, which the model finds.
         finds_positions = bool(kwargs) and hasattr(body, "get_rope_index")
         if finds_positions and chunk_size is not None:
@@ -423,7 +423,7 @@ class PagedCache(DynamicCache):
             with torch.no_grad():
                 body(input_ids=input_ids[:, start:stop], **inputs)
             start = stop
-        if self._batch.rows == len(numbers):
+        if self._state.rows == len(numbers):
             self.note_ids(numbers)
         return self
 
@@ -439,7 +439,7 @@ class PagedCache(DynamicCache):
         """
         if torch.device(device).type == "meta":
             raise ValueError("K/V cannot be moved to the meta device, which holds no data.")
-        self._batch.move_out(device)
+        self._state.move_out(device)
 
     def restore(self) -> None:
         """Move K/V that were offloaded back into blocks of the pool.
@@ -447,7 +447,7 @@ class PagedCache(DynamicCache):
         Raises:
             PoolExhausted: too few blocks are free; K/V stay offloaded.
         """
-        self._batch.move_in()
+        self._state.move_in()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rows and their K/V to a safetensors file.
@@ -503,13 +503,13 @@ class PagedCache(DynamicCache):
             or lengths[freed].any()
         ):
             raise ValueError(f"{path} cannot be loaded: its rows are not those of a cache.")
-        tokens = Tokens.of(mask)
+        tokens = RowLayout.of(mask)
         tables = snapshot.place(pool, tokens)
         if tables.missing():
             raise ValueError(f"{path} cannot be loaded: a row lacks blocks that it needs.")
         facts = snapshot.facts
         cache = cls.holding(tables, facts["identity"], facts.get("autocast"), known)
-        cache._batch.may_hold_padding = bool(snapshot.facts.get("may_hold_padding", True))
+        cache._state.may_hold_padding = bool(snapshot.facts.get("may_hold_padding", True))
         if freed.any():
             cache.free_rows(freed)
         return cache
@@ -525,11 +525,11 @@ class PagedCache(DynamicCache):
         Raises:
             IndexError: there is no such row.
         """
-        self._batch.free_rows(row_numbers(rows, self._batch.rows))
+        self._state.free_rows(row_numbers(rows, self._state.rows))
 
     def free(self) -> None:
         """Give all blocks back now; the cache cannot be used any more."""
-        self._batch.free()
+        self._state.free()
 
     def __enter__(self) -> PagedCache:
         return self
@@ -544,7 +544,7 @@ class PagedCache(DynamicCache):
 
     def report(self) -> CacheReport:
         """What the cache holds, what a DynamicCache would, and which way attention went."""
-        tokens, batch = self._batch.tokens, self._batch
+        tokens, batch = self._state.tokens, self._state
         blocks = shared = slots = stored = num_bytes = dense_bytes = 0
         for index, group in enumerate(batch.pool.groups):
             held = np.unique(batch.tables.held(index))
@@ -579,8 +579,8 @@ class PagedCache(DynamicCache):
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the block map, and its meaning."""
-        groups, tokens = self.pool.groups, self._batch.tokens
-        tables = [self._batch.block_table(index) for index in range(len(groups))]
+        groups, tokens = self.pool.groups, self._state.tokens
+        tables = [self._state.block_table(index) for index in range(len(groups))]
         return block_map(groups, tables, tokens.lengths)
 
     def _device(self) -> torch.device | None:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .view import gather
+from .core.storage import gather
 
 if TYPE_CHECKING:
-    from .batch import Batch
+    from .core.forward import CacheState
 
 
 @contextmanager
-def edit(batch: Batch, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def edit(batch: CacheState, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """A layer's (keys, values) to change in place; see `PagedCache.edit`."""
     if layer not in batch.pool.group_of_layer:
         raise ValueError(

@@ -15,22 +15,22 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from .batch import Batch
+from .core.forward import CacheState
+from .core.model_spec import cross_layers
+from .core.storage import LayerStorage, gather
 from .edit import assign, edit
-from .geometry import cross_layers
-from .pool import LayerStorage
-from .view import COMPILED, ReadOnly, gather, no_writes
+from .view import COMPILED, ReadOnly, no_writes
 
 
 # A compiled forward breaks its graph here, and gets ordinary numbers and tensors: it can neither
 # trace what is decided on the host nor hold a view.
 @torch.compiler.disable
-def _columns(batch: Batch, index: int) -> int:
+def _columns(batch: CacheState, index: int) -> int:
     return batch.tokens_of(index).columns
 
 
 @torch.compiler.disable
-def _mask_sizes(batch: Batch, index: int, queries: int) -> tuple[int, int]:
+def _mask_sizes(batch: CacheState, index: int, queries: int) -> tuple[int, int]:
     length, offset = batch.mask_sizes(index, queries)
     batch.note_compiled()
     return int(length), offset
@@ -38,13 +38,13 @@ def _mask_sizes(batch: Batch, index: int, queries: int) -> tuple[int, int]:
 
 @torch.compiler.disable
 def _updated(
-    batch: Batch, index: int, keys: torch.Tensor, values: torch.Tensor
+    batch: CacheState, index: int, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return batch.update(index, keys, values, COMPILED)
 
 
 @torch.compiler.disable
-def _read(batch: Batch, index: int, part: Literal["keys", "values"]) -> torch.Tensor | None:
+def _read(batch: CacheState, index: int, part: Literal["keys", "values"]) -> torch.Tensor | None:
     """A copy of a layer's K or V, [rows, kv_heads, columns, head_dim]; None if it has had none."""
     if not batch.can_read(index):
         return None
@@ -64,16 +64,16 @@ class PagedLayer(DynamicLayer):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, batch: Batch, index: int):
-        self._batch, self._index = batch, index
+    def __init__(self, batch: CacheState, index: int):
+        self._state, self._index = batch, index
 
     @property
     def is_initialized(self) -> bool:
-        return self._batch.can_read(self._index)
+        return self._state.can_read(self._index)
 
     @property
     def batch_size(self) -> int:
-        return self._batch.rows or -1
+        return self._state.rows or -1
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -86,7 +86,7 @@ class PagedLayer(DynamicLayer):
         return self._of_storage("dtype").given_dtype
 
     def _of_storage(self, name: str) -> LayerStorage:
-        storage = self._batch.storage(self._index)
+        storage = self._state.storage(self._index)
         if storage is None:
             raise AttributeError(f"Layer {self._index} has had no K/V, so no {name} is known.")
         return storage
@@ -101,7 +101,7 @@ class PagedLayer(DynamicLayer):
 
     @keys.setter
     def keys(self, states: torch.Tensor | None) -> None:
-        with edit(self._batch, self._index) as (keys, _):
+        with edit(self._state, self._index) as (keys, _):
             assign(keys, states)
 
     @property
@@ -111,17 +111,17 @@ class PagedLayer(DynamicLayer):
 
     @values.setter
     def values(self, states: torch.Tensor | None) -> None:
-        with edit(self._batch, self._index) as (_, values):
+        with edit(self._state, self._index) as (_, values):
             assign(values, states)
 
     def _copy(self, part: Literal["keys", "values"]) -> torch.Tensor | None:
-        states = _read(self._batch, self._index, part)
+        states = _read(self._state, self._index, part)
         if states is None or torch.compiler.is_compiling():
             return states
         return ReadOnly(states, no_writes(self._index))
 
     def activate_past_recording(self) -> None:
-        self._batch.start_recording()
+        self._state.start_recording()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Blocks are taken by `update`."""
@@ -132,18 +132,18 @@ class PagedLayer(DynamicLayer):
         """Write [batch, kv_heads, tokens, head_dim] K/V; returns all that are shown, as views where
         our attention function reads them."""
         if torch.compiler.is_compiling():
-            return _updated(self._batch, self._index, key_states, value_states)
-        return self._batch.update(self._index, key_states, value_states)
+            return _updated(self._state, self._index, key_states, value_states)
+        return self._state.update(self._index, key_states, value_states)
 
     def get_seq_length(self) -> int:
         if torch.compiler.is_compiling():
-            return _columns(self._batch, self._index)
-        return self._batch.tokens_of(self._index).columns
+            return _columns(self._state, self._index)
+        return self._state.tokens_of(self._index).columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if torch.compiler.is_compiling():
-            return _mask_sizes(self._batch, self._index, query_length)
-        return self._batch.mask_sizes(self._index, query_length)
+            return _mask_sizes(self._state, self._index, query_length)
+        return self._state.mask_sizes(self._index, query_length)
 
     def crop(self, tokens_to_remove: int) -> None:
         raise self._not_alone("crop(...)")
@@ -174,13 +174,13 @@ class PagedLayer(DynamicLayer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """transformers' own layer with the same contents: blocks belong to whole caches."""
-        layer: Any = copy.deepcopy(self._batch.pool.plain_layers[self._index])
+        layer: Any = copy.deepcopy(self._state.pool.plain_layers[self._index])
         copy_states(self, layer)
         if self.is_initialized:
             layer.update(self.keys, self.values)
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = self.get_seq_length()
-            layer.record_past = self._batch.record_past
+            layer.record_past = self._state.record_past
         return layer
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -200,7 +200,7 @@ class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
     @property
     def sliding_window(self) -> int:  # type: ignore[override]
         """Tokens that a query may look back on, itself included."""
-        batch = self._batch
+        batch = self._state
         window = batch.pool.groups[batch.pool.group_of_layer[self._index]].window
         assert window is not None
         return window
@@ -216,11 +216,11 @@ class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
     @property
     def record_past(self) -> bool:
         """Whether tokens that leave the window are kept until the next `crop`."""
-        return self._batch.record_past
+        return self._state.record_past
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self._batch.record_past = value
+        self._state.record_past = value
 
     def get_max_length(self) -> int:
         return self.sliding_window
@@ -277,7 +277,7 @@ class CrossLayer(DynamicLayer):
 
 def states_of(layer: Any) -> dict[str, Any]:
     """All that a layer keeps outside of the blocks, by attribute."""
-    return {name: value for name, value in vars(layer).items() if name not in ("_batch", "_index")}
+    return {name: value for name, value in vars(layer).items() if name not in ("_state", "_index")}
 
 
 def copy_states(source: Any, target: Any) -> None:
@@ -301,7 +301,7 @@ def check_crop(layer: Any, count: int) -> None:
         )
 
 
-def make_layers(batch: Batch) -> list[Any]:
+def make_layers(batch: CacheState) -> list[Any]:
     """A paged layer where K/V are cached, transformers' own where a layer keeps other states."""
     pool = batch.pool
     crossing = cross_layers(pool.config)
@@ -316,7 +316,7 @@ def make_layers(batch: Batch) -> list[Any]:
     return layers
 
 
-def _paged(batch: Batch, index: int, own: Any) -> PagedLayer:
+def _paged(batch: CacheState, index: int, own: Any) -> PagedLayer:
     kind = _KINDS[type(own)]
     layer: PagedLayer = kind.__new__(kind)
     if kind not in PLAIN:

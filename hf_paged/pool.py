@@ -1,16 +1,4 @@
-"""Blocks: how many there are, which are free, who holds them, and the tensors behind them.
-
-A `BlockPool` has one `BlockGroup` per set of layers that keep the same tokens (full attention;
-sliding window of W). A group hands out block numbers and counts their holders; block `b` of a group
-is the same `block_size` slots in the K and V tensors of every layer of the group.
-
-Two rules keep sharing safe: only a block with one holder is ever written, and a block returns to
-the free list exactly when its count falls to zero (Kwon et al., "Efficient Memory Management for
-Large Language Model Serving with PagedAttention", 2023).
-
-Counts and free lists follow from the block tables and the prefix index. So a change that an
-exception has cut short (Ctrl-C comes after any call) is not undone: the pool counts again.
-"""
+"""`BlockPool`: blocks, the memory behind them, and the prefixes that are known."""
 
 from __future__ import annotations
 
@@ -22,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,15 +17,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from .arguments import check_count, token_ids
-from .circumstances import Watched, autocast_dtype, may_change_states
-from .fingerprint import (
-    ExtraKey,
-    config_facts,
-    config_fingerprint,
-    encode_extra_key,
-    read_model,
-)
-from .geometry import (
+from .core.allocator import BlockGroup, PoolExhausted, RecountGuard
+from .core.model_spec import (
     attending_config,
     bytes_per_token,
     check_cacheable,
@@ -52,289 +32,24 @@ from .geometry import (
     parse_memory,
     stateful_layers,
 )
-from .prefix import Key, PrefixIndex
-from .transfer import upload
+from .core.storage import LayerStorage, is_debugging
+from .prefix.circumstances import Watched, autocast_dtype, may_change_states
+from .prefix.identity import (
+    ExtraKey,
+    config_facts,
+    config_fingerprint,
+    encode_extra_key,
+    read_model,
+)
+from .prefix.radix import Key, PrefixIndex
 
 if TYPE_CHECKING:
-    from .admission import PromptBatch
+    from .batching import PromptBatch
     from .cache import PagedCache
-    from .table import BlockTables
+    from .core.block_table import BlockTables
 
 # (keys, values) -> the width of a head of each in memory.
 StoredDims = Callable[[torch.Tensor, torch.Tensor], tuple[int, int]]
-
-ENV_DEBUG = "HF_PAGED_DEBUG"
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-GROWTH = 1.5  # an unbounded group grows by half, so that growing costs O(1) a token
-
-
-class PoolExhausted(RuntimeError):
-    """The pool has too few free blocks for a step; nothing was written and the cache is as before.
-
-    Attributes:
-        needed, free, evictable, total: blocks of the layer group that ran out.
-    """
-
-    def __init__(self, needed: int, free: int, evictable: int, total: int, what: str):
-        self.needed, self.free, self.evictable, self.total = needed, free, evictable, total
-        self._what = what
-        super().__init__(
-            f"The block pool is full: this step needs {needed} more blocks for {what}, but {free} "
-            f"of {total} are free and {evictable} can be evicted; raise num_blocks or max_memory, "
-            "or lower the batch size or max_new_tokens."
-        )
-
-    def __reduce__(self) -> Any:
-        numbers = self.needed, self.free, self.evictable, self.total
-        return type(self), (*numbers, self._what), vars(self)
-
-
-class LayerStorage:
-    """K and V of one layer.
-
-    Args:
-        keys, values: [num_blocks, block_size, kv_heads, stored_dim], the memory; where it is wider
-            than head_dim, zeros follow each head.
-        dims: head_dim of K and of V.
-        given_dtype: dtype of the K/V as the model computes them.
-
-    Attributes:
-        keys, values: [num_blocks, block_size, kv_heads, head_dim].
-        padded_keys, padded_values: the same memory with the zeros behind each head.
-        key_slots, value_slots: the same memory as `keys` as [slots, kv_heads, head_dim].
-    """
-
-    def __init__(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        dims: tuple[int, int],
-        given_dtype: torch.dtype,
-    ):
-        self._dims, self.given_dtype = dims, given_dtype
-        self._set(keys, values)
-
-    def _set(self, padded_keys: torch.Tensor, padded_values: torch.Tensor) -> None:
-        keys, values = padded_keys[..., : self._dims[0]], padded_values[..., : self._dims[1]]
-        key_slots, value_slots = keys.flatten(0, 1), values.flatten(0, 1)
-        # One statement each, so that no exception leaves K, or V, in two memories.
-        self.padded_keys, self.keys, self.key_slots = padded_keys, keys, key_slots
-        self.padded_values, self.values, self.value_slots = padded_values, values, value_slots
-
-    def refusal(self, keys: torch.Tensor, values: torch.Tensor) -> str | None:
-        """Why K/V ([batch, kv_heads, tokens, head_dim]) cannot be stored here, None if they can."""
-        for name, stored, new in (("K", self.keys, keys), ("V", self.values, values)):
-            _, _, heads, dim = stored.shape
-            if new.shape[1] != heads or new.shape[3] != dim:
-                return (
-                    f"stores {name} of (kv_heads, head_dim) {(heads, dim)}, got "
-                    f"{(new.shape[1], new.shape[3])}; use a pool made for this model's config."
-                )
-            if new.dtype != self.given_dtype:
-                return (
-                    f"has had {name} of {self.given_dtype}, got {new.dtype}; use one dtype for all "
-                    "calls on a pool."
-                )
-            if new.device != stored.device:
-                return (
-                    f"stores {name} on {stored.device}, got a tensor on {new.device}; use one pool "
-                    "for each placement of the model."
-                )
-        return None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the memory."""
-        return self.padded_keys.nbytes + self.padded_values.nbytes
-
-    @property
-    def num_bytes_unpadded(self) -> int:
-        """Bytes that K and V would take without the zeros behind each head."""
-        return (self.keys.numel() + self.values.numel()) * self.keys.itemsize
-
-    @torch.inference_mode(False)  # what is made in inference mode could be written nowhere else
-    def grow(self, num_blocks: int) -> None:
-        before = min(len(self.keys), len(self.values))
-        # One after the other, so that at most one tensor is held twice. If the second runs out of
-        # memory, another try grows what is short.
-        if self.padded_keys.shape[0] < num_blocks:
-            self._set(_grown(self.padded_keys, num_blocks), self.padded_values)
-        if self.padded_values.shape[0] < num_blocks:
-            self._set(self.padded_keys, _grown(self.padded_values, num_blocks))
-        if is_debugging():
-            self.poison(np.arange(before, num_blocks))
-
-    def poison(self, blocks: np.ndarray) -> None:
-        """Fill `blocks` with NaN, so that it shows if anybody reads what nobody has written."""
-        for stored in (self.keys, self.values):
-            nan = torch.full((), torch.nan, dtype=torch.float32, device=stored.device)
-            nan = nan.to(stored.dtype)
-            index = torch.from_numpy(blocks.copy()).to(stored.device)
-            bits(stored)[index] = bits(nan)
-
-    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy blocks `source` to `target` (int64 [blocks], on the storage's device)."""
-        for memory in (bits(self.padded_keys), bits(self.padded_values)):
-            memory[target] = memory[source]
-
-    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write [tokens, kv_heads, head_dim] K and V to `slots` (int64 [tokens], same device)."""
-        for stored, new in ((self.key_slots, keys), (self.value_slots, values)):
-            if new.dtype != stored.dtype:
-                new = _converted(new, stored.dtype)
-            bits(stored).index_copy_(0, slots, bits(new))
-
-
-class BlockGroup:
-    """The blocks of the layers that keep the same tokens.
-
-    Args:
-        window: tokens that a query of these layers may look back on, itself included; None is all.
-        layers: indices of the layers.
-        block_size: tokens in a block.
-        num_blocks: how many blocks there are; None grows as needed.
-    """
-
-    def __init__(
-        self, window: int | None, layers: Sequence[int], block_size: int, num_blocks: int | None
-    ):
-        self.window = window
-        self.layers = tuple(layers)
-        self.block_size = block_size
-        self.max_blocks = num_blocks
-        self.ref_counts = np.zeros(0, np.int32)
-        self.storage: dict[int, LayerStorage] = {}
-        # The free blocks are the first `num_free` of a stack; it pops the lowest numbers first.
-        self._free = np.zeros(0, np.int64)
-        self.num_free = 0
-        if num_blocks is not None:
-            self._set_capacity(num_blocks)
-
-    def __str__(self) -> str:
-        kind = "full attention" if self.window is None else f"a window of {self.window}"
-        return f"{len(self.layers)} layers with {kind}"
-
-    @property
-    def capacity(self) -> int:
-        return len(self.ref_counts)
-
-    @property
-    def num_used(self) -> int:
-        return self.capacity - self.num_free
-
-    def ensure_free(self, count: int) -> None:
-        """Grow an unbounded group until `count` blocks are free."""
-        missing = count - self.num_free
-        if missing > 0 and self.max_blocks is None:
-            capacity = max(self.capacity + missing, int(self.capacity * GROWTH))
-            for storage in self.storage.values():
-                storage.grow(capacity)
-            self._set_capacity(capacity)
-
-    def take(self, count: int) -> np.ndarray:
-        """Take `count` free blocks, each with one holder."""
-        assert count <= self.num_free
-        self.num_free -= count
-        blocks = self._free[self.num_free : self.num_free + count][::-1].copy()
-        self.ref_counts[blocks] = 1
-        return blocks
-
-    def retain(self, blocks: np.ndarray) -> None:
-        """Count one more holder for each entry of `blocks` (an entry may repeat)."""
-        np.add.at(self.ref_counts, blocks, 1)
-
-    def release(self, blocks: np.ndarray) -> None:
-        """Count one holder fewer for each entry; a block without holders is free at once."""
-        np.subtract.at(self.ref_counts, blocks, 1)
-        freed = np.unique(blocks[self.ref_counts[blocks] == 0])[::-1]
-        self._free[self.num_free : self.num_free + len(freed)] = freed
-        self.num_free += len(freed)
-        self._poison(freed)
-
-    def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
-        indices: dict[torch.device, list[torch.Tensor]] = {}
-        for storage in self.storage.values():
-            device = storage.keys.device
-            if device not in indices:
-                indices[device] = upload([source, target], device)
-            storage.copy_blocks(*indices[device])
-
-    def check(self, holders: Sequence[np.ndarray]) -> None:
-        """Raise AssertionError unless counts and free list agree with what `holders` hold."""
-        held = self._counts(holders)
-        wrong = np.flatnonzero(held != self.ref_counts)
-        assert not len(wrong), f"blocks {wrong[:8]}: counts {self.ref_counts[wrong[:8]]}, " + (
-            f"holders {held[wrong[:8]]}"
-        )
-        free = self._free[: self.num_free]
-        assert len(np.unique(free)) == len(free), "a block is on the free list twice"
-        assert not self.ref_counts[free].any(), "a block is in a table and on the free list"
-        assert self.num_free + np.count_nonzero(self.ref_counts) == self.capacity, "a block is lost"
-        for layer, storage in self.storage.items():
-            for stored in (storage.keys, storage.values):
-                assert len(stored) >= self.capacity, f"layer {layer} has too few blocks"
-
-    def recount(self, holders: Sequence[np.ndarray]) -> None:
-        """Make counts and free list what `holders` hold."""
-        counts = self._counts(holders)
-        unheld = np.flatnonzero(counts == 0)[::-1]
-        free, num_free = np.zeros(self.capacity, np.int64), len(unheld)
-        free[:num_free] = unheld
-        self.ref_counts, self._free, self.num_free = counts, free, num_free
-        self._poison(unheld)
-
-    def _poison(self, blocks: np.ndarray) -> None:
-        if len(blocks) and is_debugging():
-            for storage in self.storage.values():
-                storage.poison(blocks)
-
-    def _counts(self, holders: Sequence[np.ndarray]) -> np.ndarray:
-        counts = np.zeros(self.capacity, np.int32)
-        for blocks in holders:
-            np.add.at(counts, blocks, 1)
-        return counts
-
-    def resize(self, num_blocks: int) -> None:
-        """Start over with `num_blocks` blocks, while none is used and nothing is stored."""
-        assert not self.num_used
-        assert not self.storage
-        counts, free = np.zeros(num_blocks, np.int32), np.arange(num_blocks)[::-1].copy()
-        self.max_blocks, self.num_free = num_blocks, num_blocks
-        self.ref_counts, self._free = counts, free
-
-    def _set_capacity(self, capacity: int) -> None:
-        fresh = np.arange(self.capacity, capacity, dtype=np.int64)[::-1]
-        free = np.empty(capacity, np.int64)
-        free[: len(fresh)] = fresh
-        free[len(fresh) : len(fresh) + self.num_free] = self._free[: self.num_free]
-        counts = np.concatenate([self.ref_counts, np.zeros(len(fresh), np.int32)])
-        num_free = self.num_free + len(fresh)
-        self.ref_counts, self._free, self.num_free = counts, free, num_free
-
-
-class Change:
-    """Around all that changes block tables or counts: `with pool.lock, pool.change:`.
-
-    Args:
-        recount: called before the next change where an exception has cut one short.
-    """
-
-    def __init__(self, recount: Callable[[], None]):
-        self._recount, self._is_cut_short = recount, False
-
-    def __enter__(self) -> None:
-        if self._is_cut_short:
-            self._recount()
-            self._is_cut_short = False
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            self._is_cut_short = True
 
 
 class BlockPool:
@@ -400,7 +115,7 @@ class BlockPool:
         self.lock = threading.RLock()
         self.copies = self.peak_used = self.evictions = 0
         self.hits = self.misses = self.matched_tokens = 0
-        self.change = Change(self._recount)
+        self.change = RecountGuard(self._recount)
         # The arrays of each cache's tables, which outlive it: the collector may run in the middle
         # of any other call, so it only queues the reference, and the next call returns the blocks.
         self._tables: dict[weakref.ref[BlockTables], list[np.ndarray]] = {}
@@ -520,7 +235,7 @@ class BlockPool:
                 extra_key, or a model whose prefixes cannot be reused exactly (recurrent layers,
                 rotary embeddings that depend on the whole length or on the last prompt).
         """
-        from .reuse import match_prefix
+        from .prefix.match import match_prefix
 
         check_count("num_return_sequences", num_return_sequences)
         ids = token_ids("input_ids", input_ids)
@@ -573,7 +288,7 @@ class BlockPool:
                 config, weights or adapters are others than when the cache was begun, there is
                 padding behind a token, or the model's prefixes cannot be reused exactly.
         """
-        from .reuse import insert_prefix
+        from .prefix.match import insert_prefix
 
         # What generate returns with return_dict_in_generate has them inside.
         ids = token_ids("sequences", getattr(sequences, "sequences", sequences))
@@ -614,7 +329,7 @@ class BlockPool:
             ValueError: a prompt that can never fit, with its index; said before the first batch.
             RuntimeError: one for which caches have left no room, when its turn comes.
         """
-        from .admission import batches
+        from .batching import batches
 
         if isinstance(prompts, Mapping):
             raise ValueError(
@@ -665,7 +380,7 @@ class BlockPool:
             while self._dropped:
                 tables = self._tables.pop(self._dropped.popleft(), None)
                 for group, table in zip(self.groups, tables or [], strict=False):
-                    group.release(table[table >= 0])
+                    group.decref(table[table >= 0])
 
     def register(self, tables: BlockTables) -> None:
         """Count the blocks in the list `tables.tables` as held, for as long as `tables` lives."""
@@ -687,7 +402,7 @@ class BlockPool:
         held = [tables[group] for tables in list(self._tables.values())]
         return [*(table[table >= 0] for table in held), self.index.held(group)]
 
-    def take(self, counts: Sequence[int]) -> list[np.ndarray]:
+    def allocate(self, counts: Sequence[int]) -> list[np.ndarray]:
         """Take `counts[g]` blocks of each group g, all of them or none, in a change.
 
         Raises:
@@ -710,7 +425,7 @@ class BlockPool:
             )
         for group, count in zip(self.groups, counts, strict=True):
             group.ensure_free(count)
-        taken = [group.take(count) for group, count in zip(self.groups, counts, strict=True)]
+        taken = [group.allocate(count) for group, count in zip(self.groups, counts, strict=True)]
         self.peak_used = max(self.peak_used, sum(group.num_used for group in self.groups))
         return taken
 
@@ -728,7 +443,7 @@ class BlockPool:
         Raises:
             OSError: the file cannot be written; what was there before is as it was.
         """
-        from .reuse import save_prefixes
+        from .prefix.match import save_prefixes
 
         save_prefixes(self, path)
 
@@ -744,7 +459,7 @@ class BlockPool:
                 made from a model, so that the weights may be others; nothing was loaded.
             PoolExhausted: the pool has too few blocks; nothing was loaded.
         """
-        from .reuse import load_prefixes
+        from .prefix.match import load_prefixes
 
         return load_prefixes(self, path)
 
@@ -902,27 +617,3 @@ class BlockPool:
         shape = (group.capacity, self.block_size, new.shape[1], dim)
         make = torch.empty if dim == new.shape[3] else torch.zeros
         return make(shape, dtype=self.kv_dtype or new.dtype, device=new.device)
-
-
-def is_debugging() -> bool:
-    """Whether each step is checked, and blocks that nobody holds are filled with NaN."""
-    return os.environ.get(ENV_DEBUG) == "1"
-
-
-def _grown(memory: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    grown = memory.new_zeros((num_blocks, *memory.shape[1:]))
-    bits(grown)[: memory.shape[0]] = bits(memory)
-    return grown
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory; 8-bit floats as integers, as few operations know them."""
-    return tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor
-
-
-def _converted(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`states` in `dtype`; in 8 bits what is out of range becomes the largest number there is."""
-    if dtype in FLOAT8:
-        largest = torch.finfo(dtype).max
-        states = states.clamp(-largest, largest)
-    return states.to(dtype)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from .pool import BlockGroup
+    from .core.allocator import BlockGroup
 
 # A map shows no more rows, and no more blocks of a row.
 MAP_ROWS, MAP_BLOCKS = 32, 96

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .geometry import READ_BY_MODEL
-from .pool import LayerStorage, bits
-from .step import GroupStep, Pattern
+from .core.metadata import AttentionMetadata, Pattern
+from .core.model_spec import READ_BY_MODEL
+from .core.storage import LayerStorage, gather
 
 PAGED, COMPILED = "paged", "torch.compile"  # ways of an attention call
 
@@ -49,7 +49,7 @@ class LayerPages:
         counted: which way the last attention call on them went.
     """
 
-    group: GroupStep
+    group: AttentionMetadata
     storage: LayerStorage
     keys: torch.Tensor
     values: torch.Tensor
@@ -97,23 +97,6 @@ class LayerPages:
             return new.contiguous()  # as a view is; a model may have asked for new strides
         states = gather(blocks, self.group.past_slots(past)).to(new.dtype)
         return torch.cat([states, new], dim=2)
-
-
-def gather(blocks: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-    """[rows, kv_heads, columns, head_dim] from `blocks`, zeros where a slot is -1.
-
-    Args:
-        blocks: [num_blocks, block_size, kv_heads, head_dim].
-        slots: int64 [rows, columns].
-    """
-    if slots.max(initial=-1) < 0:  # there may be no block at all
-        (rows, columns), (_, _, heads, dim) = slots.shape, blocks.shape
-        return blocks.new_zeros((rows, heads, columns, dim))
-    index = torch.from_numpy(np.maximum(slots, 0)).to(blocks.device)
-    states = blocks.view(-1, *blocks.shape[2:])[index]
-    if slots.min(initial=0) < 0:
-        bits(states)[torch.from_numpy(slots < 0).to(blocks.device)] = 0
-    return states.transpose(1, 2)
 
 
 class Densifying(torch.Tensor):

@@ -24,9 +24,9 @@ from transformers import DynamicCache, LlamaConfig
 from examples import small_model
 from hf_paged import BlockPool, PagedCache
 from hf_paged.attention import paged_attention, paged_mask
-from hf_paged.backends import cpu_decode
+from hf_paged.backends.cpu import runner
 from hf_paged.backends.dense import reference_attention
-from hf_paged.step import Pattern
+from hf_paged.core.metadata import Pattern
 from hf_paged.view import LazyMask
 
 # About twice what torch's own attention is off by, on the same inputs.
@@ -77,7 +77,7 @@ class Case:
         self.keys, self.values = (
             torch.randn(rows, heads[1], columns, dim).to(dtype) for dim in dims
         )
-        storage = pool.layer_storage(0, self.keys, self.values, self.cache._batch._stored_dims)
+        storage = pool.layer_storage(0, self.keys, self.values, self.cache._state._stored_dims)
         storage.keys.fill_(torch.nan)
         storage.values.fill_(torch.nan)
         self.tokens = torch.arange(columns) >= max(past) - torch.tensor(past)[:, None]
@@ -144,9 +144,9 @@ def two_threads() -> Iterator[None]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The compiled kernel, and torch's attention as where the kernel cannot run."""
     if request.param == "torch":
-        monkeypatch.setattr(cpu_decode, "unavailable", lambda: "switched off by a test")
+        monkeypatch.setattr(runner, "unavailable", lambda: "switched off by a test")
     else:
-        assert cpu_decode.unavailable() is None
+        assert runner.unavailable() is None
     return request.param
 
 
@@ -282,7 +282,7 @@ def test_two_threads_generate_at_once() -> None:
 
 
 def _attend_in_child(case: Case, queue: Any) -> None:
-    queue.put((case.attend().numpy(), cpu_decode.unavailable()))
+    queue.put((case.attend().numpy(), runner.unavailable()))
 
 
 def test_a_forked_child_runs_the_kernel_on_its_one_thread() -> None:
@@ -313,17 +313,17 @@ def test_without_numba_torch_serves_and_says_so_once() -> None:
 
 def test_an_install_that_cannot_be_written_keeps_the_kernel(tmp_path: Path) -> None:
     """Numba found no folder for it, which turned it off: "it does not run on this machine"."""
-    package = Path(cpu_decode.__file__).parents[1]
+    package = Path(runner.__file__).parents[2]
     copied = tmp_path / package.name
     shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))
     # No user, root included, makes a folder of a file.
-    blocked = copied / "backends" / "__pycache__"
+    blocked = copied / "backends" / "cpu" / "__pycache__"
     blocked.touch()
     variables = ("HOME", "XDG_CACHE_HOME", "TMPDIR", "NUMBA_CACHE_DIR")
     script = (
         "import test_attention as t; t.Case([20, 3], 1).check(); t.Case([20, 3], 1).check()\n"
-        "assert t.cpu_decode._function.cache_info().currsize == 1, t.cpu_decode.unavailable()\n"
-        f"assert t.cpu_decode.__file__.startswith({str(copied)!r})\n"
+        "assert t.runner._function.cache_info().currsize == 1, t.runner.unavailable()\n"
+        f"assert t.runner.__file__.startswith({str(copied)!r})\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -343,15 +343,15 @@ def test_a_damaged_file_of_the_kernel_is_passed_over(
 ) -> None:
     """What is on disk may be of a full disk or of another user; it turned the kernel off too."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
-    kernel = cpu_decode._kernel()
+    kernel = runner._kernel()
     kernel.compiled(torch.float16, is_kept=True)
     (index,) = tmp_path.rglob("*.nbi")
     index.write_bytes(b"not an index")
-    monkeypatch.setattr(cpu_decode, "_failures", [])
-    cpu_decode._function.cache_clear()
+    monkeypatch.setattr(runner, "_failures", [])
+    runner._function.cache_clear()
     Case([20, 3], 1, dtype=torch.float16).check()
-    cpu_decode._function.cache_clear()
-    assert cpu_decode.unavailable() is None
+    runner._function.cache_clear()
+    assert runner.unavailable() is None
     assert caplog.text.count("set NUMBA_CACHE_DIR") == 1
 
 
@@ -365,8 +365,8 @@ def test_a_softcap_where_the_kernel_turns_out_not_to_run(
     def failing(dtype: torch.dtype) -> None:
         raise OSError("no compiler")
 
-    monkeypatch.setattr(cpu_decode, "_function", failing)
-    monkeypatch.setattr(cpu_decode, "_failures", [])
+    monkeypatch.setattr(runner, "_function", failing)
+    monkeypatch.setattr(runner, "_failures", [])
     Case([0, 1, 8, 9, 31], new, heads=(4, 2), window=window).check(softcap=0.3, s_aux=torch.ones(4))
 
 

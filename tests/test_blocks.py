@@ -288,17 +288,17 @@ def test_fork_that_runs_out_changes_nothing() -> None:
 
 def test_check_notices_what_is_wrong() -> None:
     for spoil in (
-        lambda group, table: group.retain(table[0, :1]),
+        lambda group, table: group.incref(table[0, :1]),
         lambda group, table: np.copyto(table[0, 1:2], table[0, 0]),
-        lambda group, table: group.release(table[0, :1]),
+        lambda group, table: group.decref(table[0, :1]),
         lambda group, table: np.copyto(table[0, 1:2], -1),
     ):
         pool = BlockPool(CONFIG, num_blocks=8)
         (cache,) = filled(pool, 24)
-        spoil(pool.groups[0], cache._batch.tables.tables[0])
+        spoil(pool.groups[0], cache._state.tables.tables[0])
         with pytest.raises(AssertionError):
             pool.check()
-        cache._batch.tables.tables[0][:] = -1  # so that the collector does not trip over it
+        cache._state.tables.tables[0][:] = -1  # so that the collector does not trip over it
 
 
 def test_debug_variable_checks_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.integrations.neftune import activate_neftune
 
 from hf_paged import BlockPool, PagedCache
-from hf_paged.fingerprint import config_fingerprint
+from hf_paged.prefix.identity import config_fingerprint
 
 IDS = ragged_ids([20])["input_ids"]
 OTHER = ragged_ids([20], seed=1)["input_ids"]
@@ -435,7 +435,7 @@ def test_a_config_is_told_by_the_same_text_in_each_process() -> None:
     """No address of a value is in it, and no order of a set; and other values have another text."""
     code = (
         "from test_circumstances import odd_config\n"
-        "from hf_paged.fingerprint import config_fingerprint\n"
+        "from hf_paged.prefix.identity import config_fingerprint\n"
         "print(config_fingerprint(odd_config()))"
     )
     texts = [config_fingerprint(odd_config())]

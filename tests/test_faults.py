@@ -12,8 +12,9 @@ from interrupts import interrupt
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
-from hf_paged import pool as pool_module
-from hf_paged.backends import cpu, cpu_decode
+from hf_paged.backends.cpu import prompt as cpu
+from hf_paged.backends.cpu import runner
+from hf_paged.core import storage as storage_module
 
 Build = Callable[[str], PreTrainedModel]
 
@@ -267,7 +268,7 @@ def test_a_kernel_that_raises(
     ids = torch.ones(2, 1, dtype=torch.long)
     with torch.no_grad():
         expected = model(ids, past_key_values=cache.fork()).logits
-    attend, calls = cpu_decode.attend, []
+    attend, calls = runner.attend, []
 
     def failing(*args: Any) -> Any:
         calls.append(args)
@@ -275,7 +276,7 @@ def test_a_kernel_that_raises(
             raise RuntimeError("no thread could be started")
         return attend(*args)
 
-    monkeypatch.setattr(cpu_decode, "attend", failing)
+    monkeypatch.setattr(runner, "attend", failing)
     step = lambda: model(ids, past_key_values=cache)  # noqa: E731
     with pytest.raises(RuntimeError, match="no thread"), torch.no_grad():
         step()
@@ -295,7 +296,7 @@ def test_a_prompts_kernel_that_raises(
     """At each of its calls, by row and layer: the step is rolled back, and then works."""
     model = tiny_model("gemma3_text")
     model.set_attn_implementation("hf_paged")
-    monkeypatch.setattr(cpu_decode, "refusal", lambda call: "not of interest here")
+    monkeypatch.setattr(runner, "refusal", lambda call: "not of interest here")
     inputs, flash, calls = ragged_ids(lengths), cpu._flash, []
     fails_at = -1
 
@@ -349,7 +350,7 @@ def test_growth_that_fails_anywhere_is_made_good(
     ids = ragged_ids([40, 40], seed=1)["input_ids"]
     with torch.no_grad():
         expected = model(ids, past_key_values=prefilled(model, [9, 5])).logits
-    grown, calls = pool_module._grown, []
+    grown, calls = storage_module._grown, []
 
     def failing(memory: torch.Tensor, num_blocks: int) -> torch.Tensor:
         calls.append(num_blocks)
@@ -357,7 +358,7 @@ def test_growth_that_fails_anywhere_is_made_good(
             raise MemoryError
         return grown(memory, num_blocks)
 
-    monkeypatch.setattr(pool_module, "_grown", failing)
+    monkeypatch.setattr(storage_module, "_grown", failing)
     unchanged(cache, lambda: model(ids, past_key_values=cache), MemoryError, "^$")
     with torch.no_grad():
         assert torch.equal(model(ids, past_key_values=cache).logits, expected)

@@ -36,8 +36,8 @@ from examples import small_model
 from hf_paged import BlockPool, PagedCache
 from hf_paged.attention import paged_mask
 from hf_paged.backends import flashinfer as backend
-from hf_paged.step import Pattern
-from hf_paged.transfer import _packed, _views
+from hf_paged.core.metadata import Pattern
+from hf_paged.core.transfer import _packed, _views
 from hf_paged.view import LazyMask
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -618,7 +618,7 @@ def test_beams_and_samples_read_their_prompt_once(
 def forked(prompt: int, rows: int, new: list[int]) -> FlashInferCase:
     """One row of `prompt` tokens forked to `rows`, each of which has a few tokens of its own."""
     case = FlashInferCase([prompt] * (3 * rows), 1, block_size=4)
-    case.cache._batch.crop(1)
+    case.cache._state.crop(1)
     case.cache.batch_select_indices(torch.zeros(rows, dtype=torch.long))
     case.past, case.new = [prompt] * rows, 1
     case.query = torch.randn(rows, 6, 1, 16).to(BF16)

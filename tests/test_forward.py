@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 from hf_paged import PagedCache
-from hf_paged.step import Pattern
+from hf_paged.core.metadata import Pattern
 from hf_paged.view import LazyMask
 
 Build = Callable[[str], PreTrainedModel]

@@ -45,7 +45,7 @@ from hypothesis.stateful import (
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from hf_paged import BlockPool, FreeFinishedRows, PagedCache, PoolExhausted
-from hf_paged.pool import ENV_DEBUG
+from hf_paged.core.storage import ENV_DEBUG
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from test_snapshot import tampered
 from transformers import DynamicCache, LlamaConfig
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
-from hf_paged.fingerprint import encode_extra_key
+from hf_paged.prefix.identity import encode_extra_key
 
 KINDS = ["cache", "prefixes"]
 # How many are tried: damaged files of each kind, and masks for each model and backend.
@@ -582,14 +582,14 @@ def test_poison_shows_what_reads_a_free_block(monkeypatch: pytest.MonkeyPatch, m
     with torch.no_grad():
         model(ids, past_key_values=secret)
         model(ids, past_key_values=cache)
-    stolen = secret._batch.tables.tables[0][0, 0]
+    stolen = secret._state.tables.tables[0][0, 0]
     secret.free()
     for group in pool.groups:  # nothing that the secret's owner wrote is left
         free = np.flatnonzero(group.ref_counts == 0)
         for storage in group.storage.values():
             assert storage.keys[free].isnan().all()
             assert storage.values[free].isnan().all()
-    cache._batch.tables.tables[0][0, 0] = stolen  # the fault that the poison is for
+    cache._state.tables.tables[0][0, 0] = stolen  # the fault that the poison is for
     monkeypatch.setattr(pool, "check", lambda: None)
     with torch.no_grad():
         assert model(ids[:, :1], past_key_values=cache).logits.isnan().all()

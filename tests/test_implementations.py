@@ -23,7 +23,8 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
-from hf_paged import BlockPool, PagedCache, encoder_decoder_cache, geometry
+from hf_paged import BlockPool, PagedCache, encoder_decoder_cache
+from hf_paged.core import model_spec as geometry
 
 Build = Callable[[str], PreTrainedModel]
 # The flash ones need a GPU; transformers refuses them by name where their package is missing.

@@ -16,8 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
-from hf_paged.batch import Batch
-from hf_paged.pool import ENV_DEBUG
+from hf_paged.core.forward import CacheState
+from hf_paged.core.storage import ENV_DEBUG
 
 Build = Callable[[str], PreTrainedModel]
 LENGTHS = [6, 3, 5]
@@ -432,14 +432,14 @@ def test_no_block_that_was_given_back_is_read(
 ) -> None:
     """What a mask ends stays in its blocks until the step is over."""
     monkeypatch.setenv(ENV_DEBUG, "1")
-    update = Batch.update
+    update = CacheState.update
 
-    def collecting(batch: Batch, *args: Any) -> Any:
+    def collecting(batch: CacheState, *args: Any) -> Any:
         pages = update(batch, *args)
         batch.pool.collect()  # as another thread may do at any time
         return pages
 
-    monkeypatch.setattr(Batch, "update", collecting)
+    monkeypatch.setattr(CacheState, "update", collecting)
     loop = Loop(tiny_model("llama"))
     for _ in range(5):
         loop.decode()

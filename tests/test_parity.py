@@ -19,7 +19,7 @@ import hf_paged
 from evals import parity
 from evals.parity import Parity, Setting
 from evals.ways import FAULTS, WAYS, Caches, PagedCaches, Scores, Text
-from hf_paged.pool import LayerStorage
+from hf_paged.core.storage import LayerStorage
 
 F32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 

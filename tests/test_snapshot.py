@@ -18,8 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen3NextConfig
 
-from hf_paged import BlockPool, PagedCache, PoolExhausted
-from hf_paged import snapshot as snapshot_module
+from hf_paged import BlockPool, PagedCache, PoolExhausted, serialization
 
 ARCHITECTURES = ["llama", "gemma3_text", "mistral"]
 INPUTS = ragged_ids([20, 9])
@@ -70,7 +69,7 @@ def test_blocks_return_to_the_device_of_their_layer() -> None:
     model = model_of("llama")
     cache, _ = filled(model, BlockPool(model.config, block_size=4))
     tables, _ = cache.known_tables()
-    moved_out = snapshot_module.Snapshot.take(cache.pool, tables.tokens.lengths, tables.tables)
+    moved_out = serialization.Snapshot.take(cache.pool, tables.tokens.lengths, tables.tables)
     pool = BlockPool(model.config, block_size=4)
     with PagedCache(pool=pool) as other:
         states = torch.empty(1, model.config.num_key_value_heads, 1, 16, device="meta")
@@ -388,7 +387,7 @@ def tampered(path: Path, target: Path, change: Any) -> Path:
     facts = json.loads(metadata["facts"])
     change(tensors, facts)
     metadata["facts"] = json.dumps(facts)
-    metadata["checksum"] = snapshot_module.checksum(metadata["facts"], tensors)
+    metadata["checksum"] = serialization.checksum(metadata["facts"], tensors)
     save_file(tensors, target, metadata)
     return target
 
@@ -460,7 +459,7 @@ def test_a_failed_write_leaves_the_old_file(
         Path(name).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshot_module, "save_file", full_disk)
+    monkeypatch.setattr(serialization, "save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         pool.save_prefixes(path)
     assert os.listdir(tmp_path) == ["prefixes"]

@@ -7,7 +7,7 @@ import os
 import torch
 
 from .base import AttentionCall, Backend
-from .cpu import CPUBackend
+from .cpu.prompt import CPUBackend
 from .flashinfer import FlashInferBackend
 
 __all__ = ["BACKENDS", "AttentionCall", "Backend", "backend_for", "check_backend"]

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..pool import LayerStorage
-from ..step import GroupStep, Pattern
+from ..core.metadata import AttentionMetadata, Pattern
+from ..core.storage import LayerStorage
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class AttentionCall:
     keys: torch.Tensor
     values: torch.Tensor
     storage: LayerStorage
-    group: GroupStep
+    group: AttentionMetadata
     pattern: Pattern
     first_visible: np.ndarray
     scaling: float

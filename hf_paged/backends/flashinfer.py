@@ -29,9 +29,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..geometry import dtype_name
-from ..step import GroupStep, Step
-from ..transfer import pinned, upload
+from ..core.metadata import AttentionMetadata, Step
+from ..core.model_spec import dtype_name
+from ..core.transfer import pinned, upload
 from .base import AttentionCall
 
 logger = logging.getLogger("hf_paged")
@@ -211,7 +211,9 @@ def _shown_tokens(
     return np.searchsorted(owner, np.arange(len(row) + 1)), owner, token
 
 
-def _block_pages(group: GroupStep, row: np.ndarray, first: np.ndarray, stop: np.ndarray) -> _Pages:
+def _block_pages(
+    group: AttentionMetadata, row: np.ndarray, first: np.ndarray, stop: np.ndarray
+) -> _Pages:
     """Whole blocks from the one that holds token `first`."""
     size = group.block_size
     indptr, owner, block = _ranges(first // size, -(-stop // size))
@@ -219,7 +221,7 @@ def _block_pages(group: GroupStep, row: np.ndarray, first: np.ndarray, stop: np.
     return _csr(size, indptr, indices, (stop - 1) % size + 1)
 
 
-def _slot_pages(group: GroupStep, requests: _Requests) -> _Pages:
+def _slot_pages(group: AttentionMetadata, requests: _Requests) -> _Pages:
     """Single slots, as pages of one token."""
     indptr, owner, token = _shown_tokens(group.step, requests.row, requests.first, requests.stop)
     indices = group.token_slots(requests.row[owner], token)
@@ -236,7 +238,7 @@ class _Unstored:
     The past is what the blocks still hold of what the queries see.
     """
 
-    def __init__(self, group: GroupStep, requests: _Requests, device: torch.device):
+    def __init__(self, group: AttentionMetadata, requests: _Requests, device: torch.device):
         before = group.step.before.lengths
         first = before.copy()
         np.minimum.at(first, requests.row, requests.first)

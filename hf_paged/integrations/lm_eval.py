@@ -27,7 +27,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from ..cache import PagedCache, argument_names, cache_argument
-from ..pool import BlockPool, PoolExhausted
+from ..core.allocator import PoolExhausted
+from ..pool import BlockPool
 
 # (the texts or None, the context's tokens, the continuation's tokens)
 Request = tuple[tuple[str, str] | None, list[int], list[int]]

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from hf_paged.cache import cache_argument
-from hf_paged.fingerprint import IRRELEVANT, RELEVANT, config_fingerprint
+from hf_paged.prefix.identity import IRRELEVANT, RELEVANT, config_fingerprint
 
 from . import test_causal, test_encoder_decoder
 from .compare import text_inputs

@@ -22,17 +22,18 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .backends import backend_for
+from ..backends import backend_for
+from ..pool import BlockPool
+from ..prefix.circumstances import autocast_dtype
+from ..serialization import Snapshot
+from ..view import Calls, LayerPages, LazyMask
+from .block_table import BlockTables, RowLayout, slots_in
 from .caller import given_to_model, is_inside_model
-from .circumstances import autocast_dtype
-from .geometry import advise, other_attention
-from .pool import FLOAT8, BlockPool, LayerStorage, bits, is_debugging
+from .metadata import AttentionMetadata, Step
+from .model_spec import advise, other_attention
 from .sharing import Sharing, find_sharing
-from .snapshot import Snapshot
-from .step import GroupStep, Step
-from .table import BlockTables, Tokens, slots_in
+from .storage import FLOAT8, LayerStorage, bits, is_debugging
 from .transfer import upload
-from .view import Calls, LayerPages, LazyMask
 
 ENDLESS = int(np.iinfo(np.int64).max)
 States = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -45,9 +46,9 @@ class KVLength(int):
     transformers hands it to the mask function unchanged, which so learns of the cache.
     """
 
-    batch: Batch
+    batch: CacheState
 
-    def __new__(cls, length: int, batch: Batch) -> KVLength:
+    def __new__(cls, length: int, batch: CacheState) -> KVLength:
         self = super().__new__(cls, length)
         self.batch = batch
         return self
@@ -60,7 +61,7 @@ def _exclusive(method: Method) -> Method:
     """`method` for one thread at a time, and not in the middle of another thread's step."""
 
     @wraps(method)
-    def exclusive(self: Batch, *args: Any, **kwargs: Any) -> Any:
+    def exclusive(self: CacheState, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             self._check_thread()
             return method(self, *args, **kwargs)
@@ -75,7 +76,7 @@ _KNOWN = (
 )
 
 
-class Batch:
+class CacheState:
     """The state that the layers of a cache share.
 
     Args:
@@ -88,7 +89,7 @@ class Batch:
         self.pool, self.backend, self.share_prompts = pool, backend, share_prompts
         self.tables = BlockTables(pool)
         self.step: Step | None = None
-        self._group_steps: list[GroupStep] = []
+        self._metadata: list[AttentionMetadata] = []
         self._sharing: Sharing | None = None
         self.record_past = False  # whether tokens outside of windows are kept until `crop`
         # Whether the next step may be what is there once more, as assisted decoding begins.
@@ -105,7 +106,7 @@ class Batch:
         # int64 [rows], the columns whose K/V follow from the tokens and the identity; None for all.
         self._own: np.ndarray | None = None
         self._moved: torch.Tensor | None = None  # the same of other positions, not read yet
-        self._outside: tuple[Snapshot, Tokens] | None = None
+        self._outside: tuple[Snapshot, RowLayout] | None = None
         self._freed_rows: np.ndarray | None = None  # bool [rows], if there are any
         self.calls = Calls()
         self.num_steps = 0  # that have begun
@@ -122,7 +123,7 @@ class Batch:
         # a traceback that somebody keeps holds it for as long as it lives.
         self._masks: dict[int, weakref.ref[LazyMask]] = {}
         # The last mask (bool [rows, columns]) that showed all that was stored, and these tokens.
-        self._shown: tuple[Tokens, torch.Tensor] | None = None
+        self._shown: tuple[RowLayout, torch.Tensor] | None = None
         # What the rows held before this step ended some of them at what its mask shows.
         self._whole: BlockTables | None = None
         # Why what reads K/V in the step under way cannot be given views, None if it can.
@@ -143,13 +144,13 @@ class Batch:
         return np.zeros(self.rows, bool) if self._freed_rows is None else self._freed_rows
 
     @property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> RowLayout:
         """The tokens of all complete steps."""
         self._check_usable()
         return self._complete
 
     @property
-    def _complete(self) -> Tokens:
+    def _complete(self) -> RowLayout:
         return self._before if self._behind else self.tables.tokens
 
     @property
@@ -166,7 +167,7 @@ class Batch:
         self._check_usable()
         return self._complete_tables.tables[group]
 
-    def tokens_of(self, layer: int) -> Tokens:
+    def tokens_of(self, layer: int) -> RowLayout:
         """The tokens that a layer has: in the middle of a step the new ones too, if it has them.
 
         Before the next step the tokens of one whose forward has failed are not counted.
@@ -247,7 +248,7 @@ class Batch:
             new_keys, new_values = step.unpad(keys.detach()), step.unpad(values.detach())
             if self._sharing is not None and not begins:  # the first layer's is how it was found
                 self._part(self._sharing.differing(step, new_keys, new_values))
-            group = self._group_steps[self.pool.group_of_layer[layer]]
+            group = self._metadata[self.pool.group_of_layer[layer]]
             with self.pool.lock:  # another thread may be moving this memory to make it grow
                 storage.write(
                     group.slots(keys.device),
@@ -313,7 +314,7 @@ class Batch:
     def overwrite(
         self,
         layer: int,
-        tokens: Tokens,
+        tokens: RowLayout,
         where: np.ndarray,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -404,10 +405,10 @@ class Batch:
         self._end_step()
 
     @_exclusive
-    def forked(self, rows: np.ndarray) -> Batch:
+    def forked(self, rows: np.ndarray) -> CacheState:
         """A new batch of rows `rows` that shares every block."""
         self._settle()
-        batch = Batch(self.pool, self.backend, self.share_prompts)
+        batch = CacheState(self.pool, self.backend, self.share_prompts)
         batch.tables = self.tables.select(rows)
         vars(batch).update({name: copy.copy(getattr(self, name)) for name in _KNOWN})
         batch._freed_rows, batch._own = self._freed_among(rows), self._own_of(rows)
@@ -428,13 +429,13 @@ class Batch:
         }
 
     @classmethod
-    def unpacked(cls, parts: dict[str, Any]) -> Batch:
+    def unpacked(cls, parts: dict[str, Any]) -> CacheState:
         """What was `packed`, in a pool of its own."""
         batch = cls(BlockPool(parts["config"], **parts["pool"]), **parts["batch"])
         snapshot, dtype = Snapshot(**parts["snapshot"]), batch.pool.kv_dtype
         if dtype in FLOAT8:
             snapshot.states = _viewed(snapshot.states, lambda stored: stored.view(dtype))
-        batch.tables = snapshot.place(batch.pool, Tokens.of(parts["is_token"]))
+        batch.tables = snapshot.place(batch.pool, RowLayout.of(parts["is_token"]))
         vars(batch).update(parts["known"])
         return batch
 
@@ -524,7 +525,7 @@ class Batch:
         before = self.tables.tokens
         is_first = not before.columns
         if is_first:
-            before = Tokens.none(rows)
+            before = RowLayout.none(rows)
             self._known = self._own = self._moved = self._freed_rows = None
             self.may_hold_padding, self.identity = False, self.pool.identity()
             self.autocast, self._may_differ = autocast_dtype(), False
@@ -595,7 +596,7 @@ class Batch:
         if differs:
             self._limit_own(np.full(rows, step.before.columns))
         self.tables.append(step.after, self.record_past, sharing)
-        self._make_group_steps()
+        self._make_metadata()
         self._pass_over(layer)
         if is_debugging():
             self.pool.check()
@@ -641,10 +642,10 @@ class Batch:
         self._read_moved()
         return None if self._own is None else self._own[rows]
 
-    def _make_group_steps(self) -> None:
+    def _make_metadata(self) -> None:
         assert self.step is not None
-        self._group_steps = [
-            GroupStep(self.step, self.tables, index, self.record_past, self._sharing)
+        self._metadata = [
+            AttentionMetadata(self.step, self.tables, index, self.record_past, self._sharing)
             for index in range(len(self.pool.groups))
         ]
 
@@ -656,7 +657,7 @@ class Batch:
             parting[rows] = True
             self.tables.unshare([parting] * len(self.pool.groups))
             self._sharing.drop(rows)
-            self._make_group_steps()
+            self._make_metadata()
 
     def _continue_step(self, layer: int, keys: torch.Tensor) -> Step:
         step = self.step
@@ -719,7 +720,7 @@ class Batch:
         if step is None or not self._behind or self._has_completed or self._has_failed:
             return
         if (keys.shape[0], keys.shape[2]) == (len(step), step.columns):
-            group = self._group_steps[self.pool.group_of_layer[layer]]
+            group = self._metadata[self.pool.group_of_layer[layer]]
             blocks = self.pool.groups[self.pool.group_of_layer[layer]].storage[layer].key_slots
             stored = blocks[group.slots(blocks.device)]
             again = group.keep_written(step.unpad(keys.detach())).to(stored.dtype)
@@ -768,7 +769,7 @@ class Batch:
         if self.step is not None:
             self.step.is_current = False
         self.step, self._behind, self._has_failed = None, behind, False
-        self._sharing, self._group_steps = None, []
+        self._sharing, self._metadata = None, []
         self._drop_whole()
 
     def _drop_whole(self) -> None:
@@ -799,7 +800,7 @@ class Batch:
         return mask
 
     def _read(
-        self, mask: LazyMask | None, before: Tokens, rows: int, columns: int
+        self, mask: LazyMask | None, before: RowLayout, rows: int, columns: int
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """What the mask of a step says.
 
@@ -843,7 +844,7 @@ class Batch:
         whole = padding.cpu().numpy()
         return whole[:, : past.shape[1]], whole[:, past.shape[1] :]
 
-    def _hidden(self, before: Tokens, past: np.ndarray) -> np.ndarray | None:
+    def _hidden(self, before: RowLayout, past: np.ndarray) -> np.ndarray | None:
         """bool [rows, columns], the stored tokens that a mask's `past` hides; None if none."""
         stored = before.mask()
         if self._freed_rows is not None:
@@ -895,7 +896,7 @@ class Batch:
             )
 
 
-def _ended(before: Tokens, hidden: np.ndarray, new: np.ndarray | None) -> np.ndarray | None:
+def _ended(before: RowLayout, hidden: np.ndarray, new: np.ndarray | None) -> np.ndarray | None:
     """Of the `hidden` stored tokens those at the ends of rows that now go on; None if none.
 
     They are what generate fed to rows that had ended: no text goes on behind tokens that it hides.

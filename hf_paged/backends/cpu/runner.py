@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..step import GroupStep, Step
-from .base import AttentionCall
+from ...core.metadata import AttentionMetadata, Step
+from ..base import AttentionCall
 
 logger = logging.getLogger("hf_paged")
 
@@ -41,7 +41,7 @@ class Plan:
     """
 
     def __init__(
-        self, group: GroupStep, begin: np.ndarray, heads: int, value_dim: int, threads: int
+        self, group: AttentionMetadata, begin: np.ndarray, heads: int, value_dim: int, threads: int
     ):
         step = group.step
         starts, has_new = step.token_starts, step.counts > 0
@@ -191,7 +191,7 @@ def _parallel() -> Callable[..., None] | None:
 
 @cache
 def _kernel() -> Any:
-    return importlib.import_module("hf_paged.backends.cpu_kernel")
+    return importlib.import_module("hf_paged.backends.cpu.kernel")
 
 
 @cache

@@ -18,7 +18,8 @@ from .arguments import token_ids
 from .cache import PagedCache
 
 if TYPE_CHECKING:
-    from .pool import BlockGroup, BlockPool
+    from .core.allocator import BlockGroup
+    from .pool import BlockPool
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .pool import BlockGroup, BlockPool
+from ..pool import BlockPool
+from .allocator import BlockGroup
 
 if TYPE_CHECKING:
     from .sharing import Sharing
 
 
 @dataclass(frozen=True)
-class Tokens:
+class RowLayout:
     """Which columns of each row are tokens.
 
     Attributes:
@@ -35,11 +36,11 @@ class Tokens:
     is_token: np.ndarray | None = None
 
     @classmethod
-    def none(cls, rows: int) -> Tokens:
+    def none(cls, rows: int) -> RowLayout:
         return cls(0, np.zeros(rows, np.int64))
 
     @classmethod
-    def of(cls, mask: np.ndarray) -> Tokens:
+    def of(cls, mask: np.ndarray) -> RowLayout:
         """Those of a mask, bool [rows, columns]."""
         return cls.none(len(mask)).extend(mask.shape[1], mask)
 
@@ -56,46 +57,46 @@ class Tokens:
             return self.is_token
         return np.arange(self.columns) >= (self.columns - self.lengths)[:, None]
 
-    def extend(self, columns: int, new: np.ndarray | None) -> Tokens:
+    def extend(self, columns: int, new: np.ndarray | None) -> RowLayout:
         """Append columns; `new` (bool [rows, columns]) says which are tokens, None that all are."""
         if new is None or new.all():
             is_token = self.is_token
             if is_token is not None:
                 is_token = np.pad(is_token, ((0, 0), (0, columns)), constant_values=True)
-            return Tokens(self.columns + columns, self.lengths + columns, is_token)
+            return RowLayout(self.columns + columns, self.lengths + columns, is_token)
         has_holes = (
             self.is_token is not None
             or bool((new[:, :-1] & ~new[:, 1:]).any())
             or not bool(new[self.lengths > 0].all())
         )
-        return Tokens(
+        return RowLayout(
             self.columns + columns,
             self.lengths + new.sum(1),
             np.concatenate([self.mask(), new], axis=1) if has_holes else None,
         )
 
-    def truncate(self, columns: int) -> Tokens:
+    def truncate(self, columns: int) -> RowLayout:
         """Keep the first `columns` columns."""
         if self.is_token is not None:
-            return Tokens.of(self.is_token[:, :columns])
+            return RowLayout.of(self.is_token[:, :columns])
         padding = self.columns - self.lengths
-        return Tokens(columns, np.maximum(columns - padding, 0))
+        return RowLayout(columns, np.maximum(columns - padding, 0))
 
-    def without(self, rows: np.ndarray) -> Tokens:
+    def without(self, rows: np.ndarray) -> RowLayout:
         """All columns of `rows` become padding."""
         kept = np.ones(len(self), bool)
         kept[rows] = False
         if self.is_token is not None:
-            return Tokens.of(self.is_token & kept[:, None])
+            return RowLayout.of(self.is_token & kept[:, None])
         return replace(self, lengths=self.lengths * kept)
 
-    def hide(self, columns: np.ndarray) -> Tokens:
+    def hide(self, columns: np.ndarray) -> RowLayout:
         """The tokens in `columns` (bool [rows, columns]) become padding."""
-        return Tokens.of(self.mask() & ~columns)
+        return RowLayout.of(self.mask() & ~columns)
 
-    def select(self, rows: np.ndarray) -> Tokens:
+    def select(self, rows: np.ndarray) -> RowLayout:
         if self.is_token is not None:
-            return Tokens.of(self.is_token[rows])
+            return RowLayout.of(self.is_token[rows])
         return replace(self, lengths=self.lengths[rows])
 
     def count_before(self, columns: np.ndarray) -> np.ndarray:
@@ -129,18 +130,18 @@ class BlockTables:
 
     def __init__(self, pool: BlockPool, rows: int = 0):
         self.pool = pool
-        self.tokens = Tokens.none(rows)
+        self.tokens = RowLayout.none(rows)
         self.tables = [np.full((rows, 8), -1, np.int32) for _ in pool.groups]
         pool.register(self)
 
     @classmethod
-    def holding(cls, pool: BlockPool, tokens: Tokens, tables: list[np.ndarray]) -> BlockTables:
+    def holding(cls, pool: BlockPool, tokens: RowLayout, tables: list[np.ndarray]) -> BlockTables:
         """New tables that share the blocks in `tables`, whose present holders keep them."""
         new = cls(pool)
         with pool.lock, pool.change:
             new.tables[:], new.tokens = tables, tokens
             for index, group in enumerate(pool.groups):
-                group.retain(new.held(index))
+                group.incref(new.held(index))
         return new
 
     def held(self, group: int) -> np.ndarray:
@@ -148,7 +149,7 @@ class BlockTables:
         table = self.tables[group]
         return table[table >= 0]
 
-    def column_slots(self, group: int, tokens: Tokens, columns: int) -> np.ndarray:
+    def column_slots(self, group: int, tokens: RowLayout, columns: int) -> np.ndarray:
         """int64 [rows, columns], slots of the last columns of `tokens`, -1 for padding."""
         index = np.arange(tokens.columns - columns, tokens.columns)[None]
         rows, position = np.arange(len(tokens))[:, None], tokens.count_before(index)
@@ -171,10 +172,10 @@ class BlockTables:
 
     def release(self) -> None:
         """Give all blocks back; what remains is a cache of no rows."""
-        tokens, tables = Tokens.none(0), [table[:0] for table in self.tables]
+        tokens, tables = RowLayout.none(0), [table[:0] for table in self.tables]
         with self.pool.lock, self.pool.change:
             for index, group in enumerate(self.pool.groups):
-                group.release(self.held(index))
+                group.decref(self.held(index))
             self.tables[:], self.tokens = tables, tokens
 
     def drop_unfinished(self) -> None:
@@ -185,7 +186,7 @@ class BlockTables:
     def _is_behind(self, table: np.ndarray) -> np.ndarray:
         return is_behind_end(table, self.tokens.lengths, self.pool.block_size)
 
-    def append(self, tokens: Tokens, keep_past: bool, sharing: Sharing | None = None) -> None:
+    def append(self, tokens: RowLayout, keep_past: bool, sharing: Sharing | None = None) -> None:
         """Hold blocks for new columns, copying a shared block that they will write to.
 
         Args:
@@ -198,10 +199,10 @@ class BlockTables:
         """
         with self.pool.lock, self.pool.change:
             needs = [
-                _Need(self, index, tokens, keep_past, sharing)
+                AllocationPlan(self, index, tokens, keep_past, sharing)
                 for index in range(len(self.pool.groups))
             ]
-            taken = self.pool.take([need.count for need in needs])
+            taken = self.pool.allocate([need.count for need in needs])
             for need, blocks in zip(needs, taken, strict=True):
                 self.pool.copies += need.fill(blocks)
             self.tokens = tokens
@@ -221,14 +222,14 @@ class BlockTables:
                 rows, logical = np.nonzero(asked & (table >= 0))
                 copies = _must_copy(group, table[rows, logical])
                 at.append((rows[copies], logical[copies]))
-            taken = self.pool.take([len(rows) for rows, _ in at])
+            taken = self.pool.allocate([len(rows) for rows, _ in at])
             for group, table, entries, copies in zip(
                 self.pool.groups, self.tables, at, taken, strict=True
             ):
                 originals = table[entries].astype(np.int64)
                 group.copy_blocks(originals, copies)
                 table[entries] = copies
-                group.release(originals)
+                group.decref(originals)
                 self.pool.copies += len(copies)
 
     def truncate(self, columns: int) -> None:
@@ -247,7 +248,7 @@ class BlockTables:
                 )
         self.end_rows(tokens)
 
-    def end_rows(self, tokens: Tokens) -> None:
+    def end_rows(self, tokens: RowLayout) -> None:
         """Make `tokens` the present ones, where some rows end before they did."""
         with self.pool.lock, self.pool.change:
             self.tokens = tokens
@@ -315,7 +316,7 @@ def tokens_in_blocks(
     return filled
 
 
-def first_block(group: BlockGroup, tokens: Tokens, keep_past: bool = False) -> np.ndarray:
+def first_block(group: BlockGroup, tokens: RowLayout, keep_past: bool = False) -> np.ndarray:
     """The first logical block of each row that a query behind `tokens` may look back on.
 
     With `keep_past` that is the row's first block, as no window drops any.
@@ -325,7 +326,7 @@ def first_block(group: BlockGroup, tokens: Tokens, keep_past: bool = False) -> n
     return (tokens.lengths - tokens.count_last(group.window - 1)) // group.block_size
 
 
-def _missing(group: BlockGroup, table: np.ndarray, tokens: Tokens) -> int:
+def _missing(group: BlockGroup, table: np.ndarray, tokens: RowLayout) -> int:
     """Entries of `table` without a block where rows of `tokens` need one."""
     is_reached = np.arange(table.shape[1]) >= first_block(group, tokens)[:, None]
     needed = is_reached & ~is_behind_end(table, tokens.lengths, group.block_size)
@@ -345,14 +346,14 @@ def _must_copy(group: BlockGroup, blocks: np.ndarray) -> np.ndarray:
     return copies
 
 
-class _Need:
+class AllocationPlan:
     """The blocks of one group that an append needs: fresh ones and copies of shared ones."""
 
     def __init__(
         self,
         tables: BlockTables,
         index: int,
-        tokens: Tokens,
+        tokens: RowLayout,
         keep_past: bool,
         sharing: Sharing | None,
     ):
@@ -386,14 +387,14 @@ class _Need:
         if len(copies):
             shared = table[self.rows, self.last].astype(np.int64)
             self.group.copy_blocks(shared, copies)
-            self.group.release(shared)
+            self.group.decref(shared)
             table[self.rows, self.last] = copies
         rows = np.repeat(np.arange(len(self.fresh)), self.fresh)
         rank = np.arange(len(rows)) - np.repeat(self.fresh.cumsum() - self.fresh, self.fresh)
         table[rows, self.starts[rows] + rank] = fresh
         for row, leader, shared in self.followers:
             table[row, shared] = table[leader, shared]
-            self.group.retain(table[leader, shared])
+            self.group.incref(table[leader, shared])
         return len(copies)
 
     def _widened(self, width: int) -> np.ndarray:
@@ -408,5 +409,5 @@ class _Need:
 def _drop(group: BlockGroup, table: np.ndarray, where: np.ndarray) -> None:
     dropped = where & (table >= 0)
     if dropped.any():
-        group.release(table[dropped])
+        group.decref(table[dropped])
         table[dropped] = -1

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from .table import BlockTables, Tokens, first_block, slots_in
+from .block_table import BlockTables, RowLayout, first_block, slots_in
 from .transfer import upload
 
 if TYPE_CHECKING:
+    from ..view import LazyMask
     from .sharing import Sharing
-    from .view import LazyMask
 
 T = TypeVar("T")
 
@@ -42,8 +42,8 @@ class Step:
 
     def __init__(
         self,
-        before: Tokens,
-        after: Tokens,
+        before: RowLayout,
+        after: RowLayout,
         new: np.ndarray | None,
         hidden: np.ndarray | None = None,
         mask: LazyMask | None = None,
@@ -163,7 +163,7 @@ class Step:
         return states.view(shape)
 
 
-class GroupStep:
+class AttentionMetadata:
     """A step as the layers of one group see it.
 
     Args:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from .pool import BlockGroup
+    from ..core.allocator import BlockGroup
 
 Key = tuple[str, str]  # the model's identity, the extra key
 Label = tuple[int, ...]
@@ -260,8 +260,8 @@ class PrefixIndex:
                     self._hold(at, mine)
             else:
                 table[index] = known
-                group.retain(np.array([known]))
-                group.release(np.array([mine]))
+                group.incref(np.array([known]))
+                group.decref(np.array([mine]))
 
     def _use(self, path: Sequence[Node]) -> None:
         for node in reversed(path):
@@ -306,14 +306,14 @@ class PrefixIndex:
         ]
 
     def _hold(self, group: int, block: int) -> None:
-        self._groups[group].retain(np.array([block]))
+        self._groups[group].incref(np.array([block]))
         self._holds[group][block] += 1
 
     def _let_go(self, node: Node, groups: Iterable[int]) -> None:
         for group in groups:
             block = node.blocks[group]
             if block >= 0:
-                self._groups[group].release(np.array([block]))
+                self._groups[group].decref(np.array([block]))
                 self._holds[group][block] -= 1
                 node.blocks[group] = -1
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .arguments import padding_mask
-from .cache import PagedCache
+from ..arguments import padding_mask
+from ..cache import PagedCache
+from ..core.block_table import BlockTables, RowLayout, blocks_for, first_block
+from ..core.model_spec import POSITIONS_WITH_PADDING
+from ..serialization import Snapshot
 from .circumstances import autocast_dtype
-from .geometry import POSITIONS_WITH_PADDING
-from .prefix import Key, longest_readable
-from .snapshot import Snapshot
-from .table import BlockTables, Tokens, blocks_for, first_block
+from .radix import Key, longest_readable
 
 if TYPE_CHECKING:
-    from .pool import BlockPool
+    from ..pool import BlockPool
 
 
 def match_prefix(
@@ -39,7 +39,7 @@ def match_prefix(
         is_media = np.isin(input_ids.cpu().numpy(), pool.media_tokens)
         blocks_of_rows = [blocks for _, blocks in found]
         columns = _readable_columns(pool, columns, padding, is_media, blocks_of_rows)
-        tokens = Tokens(columns, np.maximum(columns - padding, 0))
+        tokens = RowLayout(columns, np.maximum(columns - padding, 0))
         pool.matched_tokens += int(tokens.lengths.sum())
         pool.hits += int(np.count_nonzero(tokens.lengths))
         pool.misses += int(np.count_nonzero(tokens.lengths == 0))
@@ -159,7 +159,7 @@ def load_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> int:
         raise ValueError(f"{path} cannot be loaded: its tokens do not fit its rows.")
     identity = pool.identity()
     with pool.lock, pool.change:
-        tables = snapshot.place(pool, Tokens(int(lengths.max(initial=0)), lengths))
+        tables = snapshot.place(pool, RowLayout(int(lengths.max(initial=0)), lengths))
         rows = np.split(tokens, lengths.cumsum()[:-1]) if len(lengths) else []
         fresh = sum(
             pool.index.insert((identity, extra), row.tolist(), [t[index] for t in tables.tables])
@@ -255,7 +255,7 @@ def _readable_columns(
 
 
 def _table(
-    tokens: Tokens, firsts: np.ndarray, blocks: list[np.ndarray], pool: BlockPool
+    tokens: RowLayout, firsts: np.ndarray, blocks: list[np.ndarray], pool: BlockPool
 ) -> np.ndarray:
     """int32 [rows, width], of each row's `blocks` those that its tokens need."""
     stops = blocks_for(tokens.lengths, pool.block_size)

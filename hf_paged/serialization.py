@@ -21,10 +21,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .fingerprint import refusal
-from .geometry import dtype_name
-from .pool import BlockPool, bits
-from .table import BlockTables, Tokens, blocks_for, is_behind_end, tokens_in_blocks
+from .core.block_table import BlockTables, RowLayout, blocks_for, is_behind_end, tokens_in_blocks
+from .core.model_spec import dtype_name
+from .core.storage import bits
+from .pool import BlockPool
+from .prefix.identity import refusal
 
 FORMAT = "hf_paged/2"
 
@@ -84,7 +85,7 @@ class Snapshot:
                     given[layer] = storage.given_dtype
         return cls(lengths, numbers, states, given)
 
-    def place(self, pool: BlockPool, tokens: Tokens) -> BlockTables:
+    def place(self, pool: BlockPool, tokens: RowLayout) -> BlockTables:
         """Put the blocks into a pool, as those of rows of `tokens`.
 
         Raises:
@@ -109,7 +110,7 @@ class Snapshot:
                         f"Layer {layer} was saved as {keys.dtype}, the pool stores it as "
                         f"{storages[layer].keys.dtype}; use a pool of the same kv_dtype."
                     )
-            taken = pool.take(counts)
+            taken = pool.allocate(counts)
             for layer, storage in storages.items():
                 index = torch.from_numpy(taken[pool.group_of_layer[layer]])
                 for memory, states in zip(
@@ -122,7 +123,7 @@ class Snapshot:
             ]
             held = BlockTables.holding(pool, tokens, tables)
             for group, blocks in zip(pool.groups, taken, strict=True):
-                group.release(blocks)
+                group.decref(blocks)
         return held
 
     def save(self, path: str | os.PathLike[str], pool: BlockPool, kind: str, identity: str) -> None:

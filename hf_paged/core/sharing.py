@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .step import Step
+from .metadata import Step
 
 
 @dataclass

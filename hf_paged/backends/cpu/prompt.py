@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from . import cpu_decode
-from .base import AttentionCall
-from .dense import reference_attention
+from ..base import AttentionCall
+from ..dense import reference_attention
+from . import runner
 
 WINDOW_CHUNK = 512  # queries in one masked call, so that a mask has this times the window entries
 
@@ -30,12 +30,12 @@ class CPUBackend:
         """A softcap is the kernel's alone."""
         if call.softcap is None:
             return None
-        reason = cpu_decode.refusal(call)
+        reason = runner.refusal(call)
         return None if reason is None else f"softcap with {reason}"
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        if cpu_decode.refusal(call) is None:
-            out = cpu_decode.attend(call)
+        if runner.refusal(call) is None:
+            out = runner.attend(call)
             if out is not None:
                 return out
         step = call.group.step

@@ -1,0 +1,1 @@
+"""Blocks, tables and steps: what knows of no cache, prefix, backend or file."""
