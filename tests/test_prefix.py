@@ -470,6 +470,20 @@ def test_a_weight_in_the_place_of_another_never_hits() -> None:
         memory *= 1.01
 
 
+def test_the_same_weights_are_the_same_wherever_they_lie() -> None:
+    """As in a file that is mapped into memory: a loaded model need not have them at 8 bytes."""
+    model = llama().to(torch.bfloat16)
+    pool = BlockPool(model, block_size=4)
+    identity = pool.identity()
+    layer = model.model.layers[0].mlp.up_proj
+    memory = torch.empty(layer.weight.numel() + 1, dtype=torch.bfloat16)
+    with torch.no_grad():
+        moved = memory[1:].view(layer.weight.shape).copy_(layer.weight)
+    layer.weight = torch.nn.Parameter(moved)
+    assert layer.weight.data_ptr() % 8
+    assert pool.identity() == identity
+
+
 def test_another_dtype_never_hits() -> None:
     model, ids = llama(), prompt(20)
     pool = BlockPool(model, block_size=4)

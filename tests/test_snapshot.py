@@ -303,6 +303,8 @@ def test_another_model_is_refused(saved: dict[str, Any], kind: str) -> None:
     for wrong in (other, other.config):
         with pytest.raises(ValueError, match=values):
             load(kind, saved[kind], wrong)
+    with pytest.raises(ValueError, match="it is of a gemma3_text model, not of a llama model"):
+        load(kind, saved[kind], tiny("llama"))
     wrong = tiny("gemma3_text")
     with torch.no_grad():
         wrong.lm_head.weight += 1

@@ -120,6 +120,8 @@ def refusal(saved: str, own: str) -> str | None:
     theirs, ours = json.loads(saved), json.loads(own)
     if theirs["config"] != ours["config"]:
         said, here = json.loads(theirs["config"]), json.loads(ours["config"])
+        if said["model_type"] != here["model_type"]:
+            return f"it is of a {said['model_type']} model, not of a {here['model_type']} model"
         names = [n for n in sorted(said.keys() | here.keys()) if said.get(n) != here.get(n)]
         return f"it is of a model whose config has other values for {', '.join(names)}"
     if theirs["weights"] is None and ours["weights"] is not None:
@@ -310,15 +312,15 @@ def _sums(weight: torch.Tensor) -> list[torch.Tensor]:
     """The bits as a square of whole numbers: the sums of its rows and columns, and what is left.
 
     No number can change its place with another one unseen, for at least one of the two sums of each
-    changes. Eight bytes are one number, where they can be read so.
+    changes. Eight bytes are one number.
     """
     flat = weight.reshape(-1).contiguous()
     bits = flat.view(INTEGERS[flat.element_size()])
     width = 8 // bits.element_size()
-    whole = (
-        0 if bits.storage_offset() % width or bits.data_ptr() % 8 else len(bits) // width * width
-    )
-    words, left = (bits[:whole].view(torch.int64), bits[whole:]) if whole else (bits, bits[:0])
+    if bits.storage_offset() % width or bits.data_ptr() % 8:
+        bits = bits.clone()  # so that the same weights give the same sums wherever they lie
+    whole = len(bits) // width * width
+    words, left = bits[:whole].view(torch.int64), bits[whole:]
     side = math.isqrt(len(words))
     square = words[: side * side].view(side, side)
     sums = [square.sum(dim, dtype=torch.int64) for dim in (0, 1)]
