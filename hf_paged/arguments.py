@@ -29,7 +29,7 @@ def token_ids(name: str, ids: Any, ndim: int = 2) -> torch.Tensor:
     what = "whole numbers [rows, tokens]" if ndim == 2 else "whole numbers [tokens], at least one"
     tensor = _tensor(name, ids, what)
     dtype, shape = tensor.dtype, tuple(tensor.shape)
-    is_whole = not dtype.is_floating_point and dtype not in (torch.bool, torch.complex64)
+    is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if not is_whole or len(shape) != ndim or shape == (0,):
         raise ValueError(f"{name} must be {what}, not {dtype} of shape {shape}.")
     return tensor.long()

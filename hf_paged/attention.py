@@ -178,11 +178,11 @@ def paged_mask(
         mask.among_tokens = _ask_pattern(mask_function, local_size, config, device)
     if attention_mask is not None:
         if attention_mask.shape[-1] != kv_offset + kv_length:
-            help = "; assisted decoding and prompt lookup take a fresh cache"
+            hint = "; assisted decoding and prompt lookup take a fresh cache"
             raise ValueError(
                 f"The attention_mask covers {attention_mask.shape[-1]} tokens, but {q_length} new "
                 f"ones follow {kv_offset + kv_length - q_length} in the cache; it must cover all"
-                f"{help if batch.may_repeat else ''}."
+                f"{hint if batch.may_repeat else ''}."
             )
         if getattr(config, "model_type", None) in UNMASKED_TOKENS and not attention_mask.all():
             raise ValueError(

@@ -175,8 +175,9 @@ class FreeFinishedRows(StoppingCriteria):
             )
         self._cache, self._steps = own, own.num_steps
         # By this name generate knows that rows end, and pads them.
-        ends = [eos_token_id] if np.ndim(eos_token_id) == 0 else eos_token_id
-        self.eos_token_id = token_ids("eos_token_id", ends, ndim=1).cpu()
+        ends: Any = eos_token_id.cpu() if isinstance(eos_token_id, torch.Tensor) else eos_token_id
+        ends = ends if np.ndim(ends) else [ends]
+        self.eos_token_id = token_ids("eos_token_id", ends, ndim=1)
 
     def __call__(
         self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any

@@ -43,7 +43,7 @@ class PagedCache(DynamicCache):
     It is a `DynamicCache` to whoever asks, as `EncoderDecoderCache` does: it can do all of that.
 
     Args:
-        config: the model's config; the cache makes a pool of its own for it.
+        config: the model's config, or the model; the cache makes a pool of its own for it.
         pool: a pool to share with other caches, instead of a config.
         block_size: token slots in a block.
         num_blocks: blocks of each layer group. With neither this nor `max_memory` the pool grows.
