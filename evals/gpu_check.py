@@ -51,7 +51,7 @@ from hf_paged import BlockPool, PagedCache
 from hf_paged.attention import paged_attention, paged_mask
 from hf_paged.backends import flashinfer as backend
 from hf_paged.backends.dense import reference_attention
-from hf_paged.core.metadata import Pattern
+from hf_paged.core.metadata import MaskFacts, Pattern
 from hf_paged.view import LazyMask
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -163,9 +163,10 @@ def attention_error(case: Case) -> float:
         cache.batch_repeat_interleave(rows)
     views = append(cache, states[:, :, :, past:], is_token)
     sinks = torch.randn(case.heads[0], device=device) if case.has_sinks else None
-    mask = LazyMask((1,), torch.bool, device, lambda: None)
-    mask.kv_length, mask.kv_offset = views[0].pages.kv_length, views[0].pages.kv_offset
-    mask.among_tokens = Pattern() if case.window is None else Pattern("sliding", case.window)
+    metadata = views[0].pages.states.metadata
+    pattern = Pattern() if case.window is None else Pattern("sliding", case.window)
+    facts = MaskFacts(rows, case.new, metadata.kv_length, metadata.kv_offset, pattern)
+    mask = LazyMask(facts, torch.bool, device, lambda: None)
     found, _ = paged_attention(
         AttentionLayer(), query, *views, mask, softcap=case.softcap, s_aux=sinks
     )

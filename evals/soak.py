@@ -159,7 +159,7 @@ class Work:
 
     def not_free(self) -> float:
         """The share of the full-attention blocks that caches or known prefixes hold."""
-        self.pool.collect()
+        self.pool.allocator.collect()
         [group] = [group for group in self.pool.groups if group.window is None]
         return group.num_used / NUM_BLOCKS
 

@@ -35,6 +35,7 @@ from evals.common import alternate, machine_facts, write_results
 from examples import small_model
 from hf_paged import PagedCache
 from hf_paged.attention import paged_attention, paged_mask
+from hf_paged.backends import AttentionCall
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -254,24 +255,44 @@ def in_a_process(way: str, quick: bool) -> tuple[float, int]:
         return executor.submit(run_generate, way, quick).result()
 
 
-def host_work(rows: int, rounds: int) -> dict[str, Any]:
-    """What a decode step costs once: the first layer's update less the second's."""
+class NoAttention:
+    """A backend that computes nothing: what is left of a step is host work."""
+
+    name = "none"
+
+    def stored_dims(self, dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[int, int]:
+        return key_dim, value_dim
+
+    def refusal(self, call: AttentionCall) -> str | None:
+        return None
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return call.query
+
+
+def host_work(rows: int, rounds: int, layers: int = 8) -> dict[str, Any]:
+    """What a decode step costs besides attention: in each layer, and once (mask, blocks, plan)."""
     config = LlamaConfig(
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        hidden_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        hidden_size=64,
         attn_implementation="hf_paged",
     )
-    cache = PagedCache(config=config)
-    new, query = torch.randn(rows, 1, 1, 16), torch.randn(rows, 1, 1, 16)
-    spent: list[list[float]] = [[], []]
+    cache = PagedCache(config=config, backend=NoAttention())
+    new, module = torch.randn(rows, 4, 1, 16), AttentionLayer()
+    steps, each = [], []
     for _ in range(rounds):
-        for layer in range(2):
-            start = time.perf_counter()
-            paged_attention(AttentionLayer(), query, *cache.update(new, new, layer), None)
-            spent[layer].append(time.perf_counter() - start)
-    first, second = (statistics.median(times) * 1e3 for times in spent)
-    return {"case": f"batch {rows}", "once a step, ms": first - second, "a layer, ms": second}
+        times = [time.perf_counter()]
+        past, (length, offset) = cache.get_seq_length(), cache.get_mask_sizes(1, 0)
+        mask = paged_mask(rows, 1, length, past, offset)
+        for layer in range(layers):
+            paged_attention(module, new, *cache.update(new, new, layer), mask)
+            times.append(time.perf_counter())
+        # The first layer finds what the step costs once, the last one ends it.
+        each.append(statistics.median(b - a for a, b in itertools.pairwise(times[1:-1])))
+        steps.append(times[-1] - times[0] - layers * each[-1])
+    once, layer_ms = (statistics.median(spent) * 1e3 for spent in (steps, each))
+    return {"case": f"batch {rows}", "once a step, ms": once, "a layer, ms": layer_ms}
 
 
 def plot(steps: list[dict[str, Any]], path: Path) -> None:

@@ -477,7 +477,7 @@ class CorruptBlock(PagedCaches):
     def move_out_and_back(self, cache: PagedCache) -> PagedCache:
         group = self.pool.groups[0]
         storage = group.storage[group.layers[len(group.layers) // 2]]
-        block = cache._state.tables.tables[0][0, -1 + cache.row_lengths[0] // group.block_size]
+        block = cache.state.tables.tables[0][0, -1 + cache.row_lengths[0] // group.block_size]
         for states in (storage.keys, storage.values):
             backwards = torch.arange(states.shape[-1] - 1, -1, -1)
             states[block] = states[block][..., backwards]  # the same numbers in wrong places
@@ -494,7 +494,7 @@ class SwappedEntries(PagedCaches):
     way = moved_out_and_back
 
     def move_out_and_back(self, cache: PagedCache) -> PagedCache:
-        table = cache._state.tables.tables[0]
+        table = cache.state.tables.tables[0]
         at = -1 + cache.row_lengths[0] // self.pool.block_size
         table[[0, 1], at] = table[[1, 0], at]
         return cache

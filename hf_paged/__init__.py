@@ -7,11 +7,12 @@ Importing this package registers "hf_paged" with transformers as an attention an
 """
 
 from .attention import register
-from .batching import FreeFinishedRows, PromptBatch
+from .batching import PromptBatch
 from .cache import PagedCache, encoder_decoder_cache
 from .core.allocator import PoolExhausted
 from .pool import BlockPool
 from .report import CacheReport
+from .stopping import FreeFinishedRows
 
 __all__ = [
     "BlockPool",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -14,12 +16,21 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 
 from .backends import AttentionCall, Backend, backend_for
 from .backends.dense import causal_mask, reference_attention
-from .core.forward import KVLength
-from .core.metadata import Pattern
+from .core.metadata import AttentionMetadata, LayerStates, MaskFacts, Pattern
 from .core.model_spec import NAME, models_of
-from .view import COMPILED, PAGED, Densifying, LayerPages, LazyMask, PagedView, without_gradient
+from .view import (
+    COMPILED,
+    PAGED,
+    Densifying,
+    KVLength,
+    LayerPages,
+    LazyMask,
+    PagedView,
+    without_gradient,
+)
 
 MORE_THAN_A_PATTERN = "a mask that is more than causal, sliding or chunked"
+OF_ANOTHER_STEP = "queries that are not this step's"
 # Models that attend without a mask where a step has one token.
 UNMASKED_TOKENS = {"led"}
 
@@ -73,21 +84,17 @@ def paged_attention(
     wants_weights = bool(kwargs.get("output_attentions", False))
     if isinstance(key, PagedView) and isinstance(value, PagedView) and key.pages is value.pages:
         pages = key.pages
-        extras = {
-            "position bias": position_bias is not None,
-            "sinks of each query": sinks is not None,
-            "an indexer's choice": indices is not None,
-            "output_attentions": wants_weights,
-            "dropout": dropout > 0,
-        }
-        plan = _plan(query, pages, attention_mask, causal, extras, scaling, softcap, s_aux)
-        if not isinstance(plan, str):
-            backend, call = plan
+        plan: LayerPlan | str | None = _undone(
+            position_bias, sinks, indices, wants_weights, dropout > 0
+        )
+        if plan is None:
+            plan = _plan(query, pages, attention_mask, causal, scaling, softcap, s_aux)
+        if isinstance(plan, LayerPlan):
             pages.count(PAGED)
-            return without_gradient(query, _attend, backend, call), None
+            return without_gradient(query, plan.run, query, pages.states, s_aux), None
         pages.count(plan)
         if attention_mask is not None and not isinstance(attention_mask, LazyMask):
-            _check_custom(attention_mask, pages)
+            _check_custom(attention_mask, pages.states.metadata)
     key, value = _dense(key), _dense(value)
     mask = None if attention_mask is None else _dense(attention_mask)
     if indices is not None:
@@ -159,38 +166,37 @@ def paged_mask(
         # Where layers share K/V, a model may cut queries (Gemma 4): no mask cannot say which.
         shares = getattr(config, "num_kv_shared_layers", None)
         return build(kv_length, allow_is_causal_skip and not shares)
-    batch, kv_length = kv_length.batch, int(kv_length)
+    state, kv_length = kv_length.state, int(kv_length)
     if attention_mask is not None and len(attention_mask) != batch_size:
         raise ValueError(
             f"The attention_mask has {len(attention_mask)} rows for a batch of {batch_size}."
         )
-    if attention_mask is None and not batch.tokens.is_unpadded:
+    if attention_mask is None and not state.tokens.is_unpadded:
         # What was padding stays padding: it is not stored.
-        past = torch.from_numpy(batch.tokens.mask())
+        past = torch.from_numpy(state.tokens.mask())
         attention_mask = F.pad(past, (0, q_length), value=True)
         if len(past) == 1:
             attention_mask = attention_mask.expand(batch_size, -1)
     kwargs["allow_is_bidirectional_skip"] = False
-    shape = (batch_size, 1, q_length, kv_length)
-    mask = LazyMask(shape, mask_dtype, device, lambda: build(kv_length, False))
-    mask.kv_length, mask.kv_offset = kv_length, kv_offset
+    facts = MaskFacts(batch_size, q_length, kv_length, kv_offset)
     if allow_is_causal_skip:
-        mask.among_tokens = _ask_pattern(mask_function, local_size, config, device)
+        facts.pattern = _ask_pattern(mask_function, local_size, config, device)
     if attention_mask is not None:
         if attention_mask.shape[-1] != kv_offset + kv_length:
             hint = "; assisted decoding and prompt lookup take a fresh cache"
             raise ValueError(
                 f"The attention_mask covers {attention_mask.shape[-1]} tokens, but {q_length} new "
                 f"ones follow {kv_offset + kv_length - q_length} in the cache; it must cover all"
-                f"{hint if batch.may_repeat else ''}."
+                f"{hint if state.may_repeat else ''}."
             )
         if getattr(config, "model_type", None) in UNMASKED_TOKENS and not attention_mask.all():
             raise ValueError(
                 f"A {config.model_type} model makes no mask for single tokens, so they would see "
                 "the padding of its decoder's prompts; give prompts of one length."
             )
-        mask.padding = attention_mask.to(torch.bool)
-    batch.note_mask(mask)
+        facts.padding = attention_mask.to(torch.bool)
+    mask = LazyMask(facts, mask_dtype, device, lambda: build(kv_length, False))
+    state.note_mask(facts, mask)
     return mask
 
 
@@ -225,29 +231,140 @@ def _ask_pattern(
     return Pattern("chunked", local_size)
 
 
-def _pattern(mask: torch.Tensor | None, pages: LayerPages, is_causal: bool) -> Pattern | None:
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What all layers of one kind do in one step.
+
+    Attributes:
+        backend: which reads the blocks.
+        pattern: what the mask allows.
+        first_visible: int64 [tokens], the first token of its row that each new token looks at.
+        scaling, softcap: of the logits.
+        mask: for which this was planned.
+    """
+
+    backend: Backend
+    pattern: Pattern
+    first_visible: np.ndarray
+    scaling: float
+    softcap: float | None
+    mask: torch.Tensor | None
+
+    def run(
+        self, query: torch.Tensor, states: LayerStates, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[rows, queries, heads, value_dim], for queries [rows, heads, queries, head_dim]."""
+        return states.metadata.step.pad(self.backend.attend(self.call(query, states, sinks)))
+
+    def call(
+        self, query: torch.Tensor, states: LayerStates, sinks: torch.Tensor | None
+    ) -> AttentionCall:
+        """What the backend gets for one layer."""
+        return AttentionCall(
+            query=states.metadata.step.unpad(query.detach()),
+            keys=states.token_keys,
+            values=states.token_values,
+            storage=states.storage,
+            metadata=states.metadata,
+            pattern=self.pattern,
+            first_visible=self.first_visible,
+            scaling=self.scaling,
+            softcap=self.softcap,
+            sinks=None if sinks is None else sinks.detach(),
+        )
+
+
+def _undone(
+    position_bias: Any, sinks: Any, indices: Any, wants_weights: bool, has_dropout: bool
+) -> str | None:
+    """What the call asks for that no paged backend does, None if there is nothing."""
+    if position_bias is not None:
+        return "position bias"
+    if sinks is not None:
+        return "sinks of each query"
+    if indices is not None:
+        return "an indexer's choice"
+    if wants_weights:
+        return "output_attentions"
+    return "dropout" if has_dropout else None
+
+
+def _plan(
+    query: torch.Tensor,
+    pages: LayerPages,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> LayerPlan | str:
+    """The plan of all layers that are like this one, or why no backend reads the blocks for it."""
+    states = pages.states
+    if not states.metadata.step.is_current:
+        return OF_ANOTHER_STEP
+    has_sinks = sinks is not None
+    key = (id(mask), is_causal, scaling, softcap, has_sinks, query.shape, query.dtype)
+    return states.metadata.memo(
+        (*key, states.storage.kind),
+        lambda: _make_plan(query, pages, mask, is_causal, scaling, softcap, sinks),
+    )
+
+
+def _make_plan(
+    query: torch.Tensor,
+    pages: LayerPages,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> LayerPlan | str:
+    backend = backend_for(pages.backend, query.device)
+    if isinstance(backend, str):
+        return backend
+    states, metadata = pages.states, pages.states.metadata
+    step, (_, kv_heads, head_dim) = metadata.step, states.token_keys.shape
+    if (
+        (query.shape[0], query.shape[2], query.shape[3]) != (len(step), step.columns, head_dim)
+        or query.shape[1] % kv_heads
+        or query.dtype != states.token_keys.dtype
+    ):
+        return OF_ANOTHER_STEP
+    pattern = _pattern(mask, metadata, is_causal)
+    if pattern is None:
+        return COMPILED if pages.is_compiled else MORE_THAN_A_PATTERN
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    first_visible = metadata.first_visible(pattern)
+    plan = LayerPlan(backend, pattern, first_visible, scaling, softcap, mask)
+    return backend.refusal(plan.call(query, states, sinks)) or plan
+
+
+def _pattern(
+    mask: torch.Tensor | None, metadata: AttentionMetadata, is_causal: bool
+) -> Pattern | None:
     """What the mask allows among the tokens that it shows, if no more than a pattern."""
-    step = pages.group.step
+    step = metadata.step
     if mask is None:
-        is_plain = step.columns == 1 or (is_causal and pages.kv_length == step.columns)
+        is_plain = step.columns == 1 or (is_causal and metadata.kv_length == step.columns)
         return Pattern() if is_plain and step.hidden is None else None
-    if not isinstance(mask, LazyMask) or mask.among_tokens is None:
+    if not isinstance(mask, LazyMask) or mask.facts.pattern is None:
         return None
-    if (mask.kv_length, mask.kv_offset) != (pages.kv_length, pages.kv_offset):
+    facts = mask.facts
+    if (facts.kv_length, facts.kv_offset) != (metadata.kv_length, metadata.kv_offset):
         return None
     # transformers counts chunks from the first token that the mask shows.
-    if mask.among_tokens.kind == "chunked" and step.hidden is not None:
+    if mask.facts.pattern.kind == "chunked" and step.hidden is not None:
         return None
-    return mask.among_tokens if step.has_padding_of(mask) else None
+    return facts.pattern if step.has_padding_of(facts) else None
 
 
-def _check_custom(mask: torch.Tensor, pages: LayerPages) -> None:
+def _check_custom(mask: torch.Tensor, metadata: AttentionMetadata) -> None:
     """Note that K/V of this step depend on a mask of the caller's own.
 
     Raises:
         ValueError: it lets a token look at a column that is not stored.
     """
-    step = pages.group.step
+    step = metadata.step
     is_unknown = step.mask is None or not step.mask.is_read
     step.is_custom |= is_unknown
     if step.after.is_unpadded or not step.once(mask):
@@ -256,63 +373,12 @@ def _check_custom(mask: torch.Tensor, pages: LayerPages) -> None:
     shown = shown.any(1).expand(len(step), -1, -1).cpu()
     is_token = torch.from_numpy(step.after.mask())
     looks = shown & (is_token[:, -step.columns :, None] | is_unknown)
-    if (looks.any(1) & ~is_token[:, pages.kv_offset :]).any():
+    if (looks.any(1) & ~is_token[:, metadata.kv_offset :]).any():
         raise ValueError(
             "The attention mask shows columns that were padding when they were computed, or that "
             "the last forward's mask hid if that failed; a PagedCache does not store padding, so "
             "mask these columns, or run the forward once more."
         )
-
-
-def _plan(
-    query: torch.Tensor,
-    pages: LayerPages,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    extras: dict[str, bool],
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> tuple[Backend, AttentionCall] | str:
-    """A backend that reads the blocks and the call for it, or why there is none.
-
-    Args:
-        extras: what no paged backend does, by name, and whether the call asks for it.
-    """
-    backend = backend_for(pages.backend, query.device)
-    if isinstance(backend, str):
-        return backend
-    for name, is_asked in extras.items():
-        if is_asked:
-            return name
-    step, (_, kv_heads, head_dim) = pages.group.step, pages.token_keys.shape
-    if (
-        (query.shape[0], query.shape[2], query.shape[3]) != (len(step), step.columns, head_dim)
-        or query.shape[1] % kv_heads
-        or query.dtype != pages.token_keys.dtype
-        or not step.is_current
-    ):
-        return "queries that are not this step's"
-    pattern = _pattern(mask, pages, is_causal)
-    if pattern is None:
-        return COMPILED if pages.is_compiled else MORE_THAN_A_PATTERN
-    call = AttentionCall(
-        query=step.unpad(query.detach()),
-        keys=pages.token_keys,
-        values=pages.token_values,
-        storage=pages.storage,
-        group=pages.group,
-        pattern=pattern,
-        first_visible=pages.group.first_visible(pattern, pages.kv_offset),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sinks=None if sinks is None else sinks.detach(),
-    )
-    return backend.refusal(call) or (backend, call)
-
-
-def _attend(backend: Backend, call: AttentionCall) -> torch.Tensor:
-    return call.group.step.pad(backend.attend(call))
 
 
 def _chosen(indices: torch.Tensor, columns: int, mask: torch.Tensor | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Many prompts through a pool of fixed size: batches that fit, and rows that leave early.
+"""Many prompts through a pool of fixed size: batches that fit.
 
 A batch is admitted only if the pool could hold every token that its rows may ever have, each row on
 its own. So no step of it can find the pool full, whatever is shared or evicted meanwhile.
@@ -8,18 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import EncoderDecoderCache, StoppingCriteria
 
 from .arguments import token_ids
-from .cache import PagedCache
-
-if TYPE_CHECKING:
-    from .core.allocator import BlockGroup
-    from .pool import BlockPool
+from .core.allocator import BlockAllocator, BlockGroup
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class PromptBatch:
 
 
 def batches(
-    pool: BlockPool,
+    allocator: BlockAllocator,
     prompts: Sequence[Any],
     max_new_tokens: int,
     num_return_sequences: int,
@@ -53,12 +48,12 @@ def batches(
         [
             [
                 num_return_sequences * _reservation(group, len(prompt) + max_new_tokens)
-                for group in pool.groups
+                for group in allocator.groups
             ]
             for prompt in tokens
         ]
-    ).reshape(len(tokens), len(pool.groups))
-    room, most = _room(pool)
+    ).reshape(len(tokens), len(allocator.groups))
+    room, most = _room(allocator)
     never = np.flatnonzero((needs > most).any(1))
     if len(never):
         longest = max(len(tokens[index]) for index in never)
@@ -68,7 +63,7 @@ def batches(
             f"{int(needs[never].max())} blocks of a group, of which there are {int(most.min())}; "
             "raise num_blocks or leave them out."
         )
-    order = _in_groups(tokens, pool.block_size)
+    order = _in_groups(tokens, allocator.block_size)
     return _admit(order, tokens, needs, room, max_prompts, pad_token_id)
 
 
@@ -113,13 +108,14 @@ def _reservation(group: BlockGroup, tokens: int) -> int:
     return blocks + 1
 
 
-def _room(pool: BlockPool) -> tuple[np.ndarray, np.ndarray]:
+def _room(allocator: BlockAllocator) -> tuple[np.ndarray, np.ndarray]:
     """Blocks of each group that no cache holds now, and all; infinite where a group grows."""
-    with pool.lock:
-        pool.collect()
-        is_bounded = np.array([group.max_blocks is not None for group in pool.groups])
-        free = np.array([group.num_free for group in pool.groups]) + pool.index.evictable()
-        most = np.array([group.capacity for group in pool.groups])
+    groups = allocator.groups
+    with allocator.lock:
+        allocator.collect()
+        is_bounded = np.array([group.max_blocks is not None for group in groups])
+        free = np.array([group.num_free for group in groups]) + allocator.reclaimable.evictable()
+        most = np.array([group.capacity for group in groups])
     return np.where(is_bounded, free, np.inf), np.where(is_bounded, most, np.inf)
 
 
@@ -147,58 +143,3 @@ def _padded(indices: list[int], tokens: list[list[int]], pad_token_id: int) -> P
         mask[row, width - len(tokens[index]) :] = 1
     inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
     return PromptBatch(indices, inputs)
-
-
-class FreeFinishedRows(StoppingCriteria):
-    """Gives the blocks of rows that have ended back before their batch ends.
-
-        stop = StoppingCriteriaList([FreeFinishedRows(cache, tokenizer.eos_token_id)])
-        model.generate(**inputs, past_key_values=cache, stopping_criteria=stop)
-
-    For greedy search and sampling; beam search moves rows. It keeps nothing of a generate, so it
-    serves for any number of them on its cache; which rows have ended is what the cache has freed.
-
-    Args:
-        cache: the cache that is passed to generate.
-        eos_token_id: the token, or tokens, that end a row.
-
-    Raises:
-        ValueError: the cache is not a PagedCache, or eos_token_id no token; and in generate, if
-            that uses another cache, or more sequences than rows, as beam search does.
-    """
-
-    def __init__(self, cache: PagedCache | EncoderDecoderCache, eos_token_id: int | Sequence[int]):
-        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        if not isinstance(own, PagedCache):
-            raise ValueError(
-                f"cache must be the PagedCache that generate gets, not {type(own).__name__}."
-            )
-        self._cache, self._steps = own, own.num_steps
-        # By this name generate knows that rows end, and pads them.
-        ends: Any = eos_token_id.cpu() if isinstance(eos_token_id, torch.Tensor) else eos_token_id
-        ends = ends if np.ndim(ends) else [ends]
-        self.eos_token_id = token_ids("eos_token_id", ends, ndim=1)
-
-    def __call__(
-        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
-    ) -> torch.Tensor:
-        """bool [rows], the rows that have ended."""
-        before, self._steps = self._steps, self._cache.num_steps
-        freed = self._cache.freed_rows
-        if self._steps == before:
-            raise ValueError(
-                "generate does not use the cache that FreeFinishedRows was made for, whose rows it "
-                "would free; make one for each cache."
-            )
-        if len(freed) != len(input_ids):
-            raise ValueError(
-                f"generate compares {len(input_ids)} sequences on a cache of {len(freed)} rows, as "
-                "beam search does; FreeFinishedRows is for greedy search and sampling, so leave it "
-                "out."
-            )
-        ended = torch.isin(input_ids[:, -1], self.eos_token_id.to(input_ids.device))
-        finished = freed | ended.cpu().numpy()
-        fresh = np.flatnonzero(finished & ~freed)
-        if len(fresh) and not finished.all():
-            self._cache.free_rows(fresh)
-        return torch.from_numpy(finished).to(input_ids.device)

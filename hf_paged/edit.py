@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
+from .core.forward import CacheState
+from .core.rows import can_read, overwrite, settled_tables, shown_slots
 from .core.storage import gather
-
-if TYPE_CHECKING:
-    from .core.forward import CacheState
 
 
 @contextmanager
-def edit(batch: CacheState, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def edit(state: CacheState, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """A layer's (keys, values) to change in place; see `PagedCache.edit`."""
-    if layer not in batch.pool.group_of_layer:
+    paged = state.storage.group_of_layer
+    if layer not in paged:
         raise ValueError(
-            f"Layer {layer!r} keeps no K/V in blocks; those of {sorted(batch.pool.group_of_layer)} "
-            "can be edited, and what other layers keep is in attributes of theirs."
+            f"Layer {layer!r} keeps no K/V in blocks; those of {sorted(paged)} can be edited, and "
+            "what other layers keep is in attributes of theirs."
         )
-    tables, _ = batch.known_tables()
-    storage, tokens = batch.storage(layer), tables.tokens
-    if storage is None or not batch.can_read(layer):
+    tokens, storage = settled_tables(state).tokens, state.storage.stored(layer)
+    if storage is None or not can_read(state, layer):
         raise RuntimeError(f"Layer {layer} has had no K/V yet; edit it behind a forward.")
-    slots = batch.shown_slots(layer)
+    slots = shown_slots(state, layer)
     before = [
         gather(blocks, slots).to(storage.given_dtype) for blocks in (storage.keys, storage.values)
     ]
@@ -41,7 +39,7 @@ def edit(batch: CacheState, layer: int) -> Iterator[tuple[torch.Tensor, torch.Te
                 f"{new.dtype}, {new.device}; nothing was written."
             )
         is_edited |= (new != old).any(3).any(1)
-    batch.overwrite(layer, tokens, is_edited.cpu().numpy(), keys.detach(), values.detach())
+    overwrite(state, layer, tokens, is_edited.cpu().numpy(), keys.detach(), values.detach())
 
 
 def assign(stored: torch.Tensor, states: torch.Tensor | None) -> None:

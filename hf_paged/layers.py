@@ -15,42 +15,44 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from .core.caller import is_inside_model
 from .core.forward import CacheState
-from .core.model_spec import cross_layers
+from .core.metadata import shown_columns
+from .core.model_spec import cross_layers, other_attention
+from .core.rows import can_read, shown_slots, start_recording
 from .core.storage import LayerStorage, gather
 from .edit import assign, edit
-from .view import COMPILED, ReadOnly, no_writes
+from .view import COMPILED, KVLength, Reader, ReadOnly, no_writes
 
 
 # A compiled forward breaks its graph here, and gets ordinary numbers and tensors: it can neither
 # trace what is decided on the host nor hold a view.
 @torch.compiler.disable
-def _columns(batch: CacheState, index: int) -> int:
-    return batch.tokens_of(index).columns
+def _columns(layer: PagedLayer) -> int:
+    return layer.get_seq_length()
 
 
 @torch.compiler.disable
-def _mask_sizes(batch: CacheState, index: int, queries: int) -> tuple[int, int]:
-    length, offset = batch.mask_sizes(index, queries)
-    batch.note_compiled()
+def _mask_sizes(layer: PagedLayer, queries: int) -> tuple[int, int]:
+    length, offset = layer.get_mask_sizes(queries)
+    layer._reader.is_compiling = True
     return int(length), offset
 
 
 @torch.compiler.disable
 def _updated(
-    batch: CacheState, index: int, keys: torch.Tensor, values: torch.Tensor
+    layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return batch.update(index, keys, values, COMPILED)
+    return layer._show(keys, values, COMPILED)
 
 
 @torch.compiler.disable
-def _read(batch: CacheState, index: int, part: Literal["keys", "values"]) -> torch.Tensor | None:
+def _read(state: CacheState, index: int, part: Literal["keys", "values"]) -> torch.Tensor | None:
     """A copy of a layer's K or V, [rows, kv_heads, columns, head_dim]; None if it has had none."""
-    if not batch.can_read(index):
+    storage = state.storage.stored(index)
+    if storage is None or not can_read(state, index):
         return None
-    storage = batch.storage(index)
-    assert storage is not None
-    return gather(getattr(storage, part), batch.shown_slots(index)).to(storage.given_dtype)
+    return gather(getattr(storage, part), shown_slots(state, index)).to(storage.given_dtype)
 
 
 class PagedLayer(DynamicLayer):
@@ -64,16 +66,16 @@ class PagedLayer(DynamicLayer):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, batch: CacheState, index: int):
-        self._state, self._index = batch, index
+    def __init__(self, state: CacheState, reader: Reader, index: int):
+        self._state, self._reader, self._index = state, reader, index
 
     @property
     def is_initialized(self) -> bool:
-        return self._state.can_read(self._index)
+        return can_read(self._state, self._index)
 
     @property
     def batch_size(self) -> int:
-        return self._state.rows or -1
+        return len(self._state.tokens) or -1
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -86,7 +88,7 @@ class PagedLayer(DynamicLayer):
         return self._of_storage("dtype").given_dtype
 
     def _of_storage(self, name: str) -> LayerStorage:
-        storage = self._state.storage(self._index)
+        storage = self._state.storage.stored(self._index)
         if storage is None:
             raise AttributeError(f"Layer {self._index} has had no K/V, so no {name} is known.")
         return storage
@@ -121,7 +123,7 @@ class PagedLayer(DynamicLayer):
         return ReadOnly(states, no_writes(self._index))
 
     def activate_past_recording(self) -> None:
-        self._state.start_recording()
+        start_recording(self._state)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Blocks are taken by `update`."""
@@ -132,18 +134,34 @@ class PagedLayer(DynamicLayer):
         """Write [batch, kv_heads, tokens, head_dim] K/V; returns all that are shown, as views where
         our attention function reads them."""
         if torch.compiler.is_compiling():
-            return _updated(self._state, self._index, key_states, value_states)
-        return self._state.update(self._index, key_states, value_states)
+            return _updated(self, key_states, value_states)
+        return self._show(key_states, value_states)
+
+    def _show(
+        self, keys: torch.Tensor, values: torch.Tensor, gathered: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._state.lock:  # what is gathered is read before another thread can go on
+            return self._reader.show(self._state.update(self._index, keys, values), gathered)
 
     def get_seq_length(self) -> int:
         if torch.compiler.is_compiling():
-            return _columns(self._state, self._index)
+            return _columns(self)
         return self._state.tokens_of(self._index).columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if torch.compiler.is_compiling():
-            return _mask_sizes(self._state, self._index, query_length)
-        return self._state.mask_sizes(self._index, query_length)
+            return _mask_sizes(self, query_length)
+        state, attention = self._state, self._reader.config._attn_implementation
+        window, tokens = state.storage.group(self._index).window, state.tokens_of(self._index)
+        length, offset = shown_columns(window, tokens.columns, query_length)
+        if tokens is not state.complete:
+            return length, offset  # a layer asks that has the step's tokens: no mask of this step
+        # Where ours is not asked for a mask next, the one that is there is of another forward; a
+        # hook may ask in the middle of one.
+        if other_attention(self._reader.config) is not None and not is_inside_model():
+            state.masks.drop()
+        # That of flex_attention is compiled code, and compiled anew for every int of ours.
+        return length if attention == "flex_attention" else KVLength(length, state), offset
 
     def crop(self, tokens_to_remove: int) -> None:
         raise self._not_alone("crop(...)")
@@ -174,7 +192,7 @@ class PagedLayer(DynamicLayer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """transformers' own layer with the same contents: blocks belong to whole caches."""
-        layer: Any = copy.deepcopy(self._state.pool.plain_layers[self._index])
+        layer: Any = copy.deepcopy(self._state.model.spec.plain_layers[self._index])
         copy_states(self, layer)
         if self.is_initialized:
             layer.update(self.keys, self.values)
@@ -200,8 +218,7 @@ class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
     @property
     def sliding_window(self) -> int:  # type: ignore[override]
         """Tokens that a query may look back on, itself included."""
-        batch = self._state
-        window = batch.pool.groups[batch.pool.group_of_layer[self._index]].window
+        window = self._state.storage.group(self._index).window
         assert window is not None
         return window
 
@@ -230,10 +247,10 @@ class _FollowingLayer(PagedLayer):
     """One whose other states are moved by methods that would move its K/V too."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """The cache does it."""
+        """Nothing here: `PagedCache.crop` has dropped the K/V of all layers."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """The cache does it."""
+        """Nothing here: `PagedCache.reorder_cache` has moved the rows of all layers."""
 
 
 class PagedIndexedLayer(DynamicIndexedLayer, _FollowingLayer):  # type: ignore[misc]
@@ -277,7 +294,8 @@ class CrossLayer(DynamicLayer):
 
 def states_of(layer: Any) -> dict[str, Any]:
     """All that a layer keeps outside of the blocks, by attribute."""
-    return {name: value for name, value in vars(layer).items() if name not in ("_state", "_index")}
+    shared = ("_state", "_reader", "_index")
+    return {name: value for name, value in vars(layer).items() if name not in shared}
 
 
 def copy_states(source: Any, target: Any) -> None:
@@ -301,22 +319,22 @@ def check_crop(layer: Any, count: int) -> None:
         )
 
 
-def make_layers(batch: CacheState) -> list[Any]:
+def make_layers(state: CacheState, reader: Reader) -> list[Any]:
     """A paged layer where K/V are cached, transformers' own where a layer keeps other states."""
-    pool = batch.pool
-    crossing = cross_layers(pool.config)
+    spec = state.model.spec
+    crossing = cross_layers(spec.config)
     layers: list[Any] = []
-    for index, own in enumerate(pool.plain_layers):
+    for index, own in enumerate(spec.plain_layers):
         if index in crossing:
             layers.append(CrossLayer())
-        elif index in pool.group_of_layer:
-            layers.append(_paged(batch, index, own))
+        elif index in spec.windows:
+            layers.append(_paged(state, reader, index, own))
         else:
             layers.append(copy.deepcopy(own))
     return layers
 
 
-def _paged(batch: CacheState, index: int, own: Any) -> PagedLayer:
+def _paged(state: CacheState, reader: Reader, index: int, own: Any) -> PagedLayer:
     kind = _KINDS[type(own)]
     layer: PagedLayer = kind.__new__(kind)
     if kind not in PLAIN:
@@ -326,5 +344,5 @@ def _paged(batch: CacheState, index: int, own: Any) -> PagedLayer:
             for name, value in states.items()
             if not isinstance(getattr(kind, name, None), property)
         )
-    PagedLayer.__init__(layer, batch, index)
+    PagedLayer.__init__(layer, state, reader, index)
     return layer

@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from .core.allocator import BlockGroup
+from .backends import backend_for
+from .core.allocator import BlockGroup
+from .core.forward import CacheState
+from .core.metadata import shown_columns
+from .view import Reader
 
 # A map shows no more rows, and no more blocks of a row.
 MAP_ROWS, MAP_BLOCKS = 32, 96
@@ -71,6 +73,40 @@ class CacheReport:
         out = io.StringIO()
         Console(file=out, width=80).print(table)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def report(state: CacheState, reader: Reader) -> CacheReport:
+    """What a cache holds, what a DynamicCache would, and which way attention went."""
+    tokens, tables = state.tokens, state.tables
+    blocks = shared = slots = stored = num_bytes = dense_bytes = 0
+    for index, group in enumerate(state.allocator.groups):
+        held = np.unique(tables.held(index))
+        blocks += len(held)
+        shared += int((group.ref_counts[held] > 1).sum())
+        slots += len(held) * group.block_size
+        stored += tables.filled_slots(index)
+        kept, _ = shown_columns(group.window, tokens.columns, 0)
+        for storage in group.storage.values():
+            stored_blocks = max(len(storage.keys), 1)
+            num_bytes += len(held) * storage.num_bytes // stored_blocks
+            per_block = storage.num_bytes_unpadded // stored_blocks
+            dense_bytes += len(tokens) * kept * per_block // group.block_size
+    layers = [storage for group in state.allocator.groups for storage in group.storage.values()]
+    backend = backend_for(reader.backend, layers[0].keys.device) if layers else "dense"
+    return CacheReport(
+        rows=len(tokens),
+        tokens=int(tokens.lengths.sum()),
+        blocks=blocks,
+        block_size=state.allocator.block_size,
+        slots=slots,
+        wasted_slots=slots - stored,
+        shared_blocks=shared,
+        bytes=num_bytes,
+        dense_bytes=dense_bytes,
+        backend="dense" if isinstance(backend, str) else backend.name,
+        paged_calls=reader.calls.paged,
+        dense_calls=dict(reader.calls.dense),
+    )
 
 
 def block_map(

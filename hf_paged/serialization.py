@@ -21,13 +21,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .core.block_table import BlockTables, RowLayout, blocks_for, is_behind_end, tokens_in_blocks
+from .core.block_table import BlockTables, blocks_for, is_behind_end, tokens_in_blocks
+from .core.forward import CacheState
+from .core.kv_storage import KVStorage
 from .core.model_spec import dtype_name
-from .core.storage import bits
-from .pool import BlockPool
-from .prefix.identity import refusal
+from .core.provenance import Provenance
+from .core.row_layout import RowLayout
+from .core.rows import habits, move_out, settled_tables, take_habits
+from .core.storage import FLOAT8, bits
 
 FORMAT = "hf_paged/2"
+States = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -55,7 +59,7 @@ class Snapshot:
     @classmethod
     def take(
         cls,
-        pool: BlockPool,
+        storage: KVStorage,
         lengths: np.ndarray,
         tables: list[np.ndarray],
         device: torch.device | str | None = "cpu",
@@ -63,75 +67,84 @@ class Snapshot:
         """Copy what `tables` (physical blocks, [rows, width] for each group) hold to `device`, or
         each layer's to where it is."""
         numbers, states, given = [], {}, {}
-        width = _width(blocks_for(lengths, pool.block_size))
-        with pool.lock:
-            for group, whole in zip(pool.groups, tables, strict=True):
+        allocator, size = storage.allocator, storage.allocator.block_size
+        width = _width(blocks_for(lengths, size))
+        with allocator.lock:
+            for group, whole in zip(allocator.groups, tables, strict=True):
                 table = whole[:, :width]
                 blocks, number = np.unique(table[table >= 0], return_inverse=True)
                 numbered = np.full(table.shape, -1, np.int64)
                 numbered[table >= 0] = number
                 numbers.append(numbered)
-                filled = tokens_in_blocks(lengths, numbered, len(blocks), pool.block_size)
-                empty = torch.from_numpy(np.arange(pool.block_size) >= filled[:, None])
+                filled = tokens_in_blocks(lengths, numbered, len(blocks), size)
+                empty = torch.from_numpy(np.arange(size) >= filled[:, None])
                 index = torch.from_numpy(blocks.astype(np.int64))
-                for layer, storage in group.storage.items():
+                for layer, memory in group.storage.items():
                     copies = [
                         stored[index.to(stored.device)].to(device or stored.device, copy=True)
-                        for stored in (storage.keys, storage.values)
+                        for stored in (memory.keys, memory.values)
                     ]
                     for copy in copies:
                         bits(copy)[empty.to(copy.device)] = 0
                     states[layer] = (copies[0], copies[1])
-                    given[layer] = storage.given_dtype
+                    given[layer] = memory.given_dtype
         return cls(lengths, numbers, states, given)
 
-    def place(self, pool: BlockPool, tokens: RowLayout) -> BlockTables:
-        """Put the blocks into a pool, as those of rows of `tokens`.
+    def place(
+        self, storage: KVStorage, tokens: RowLayout, device: torch.device | None
+    ) -> BlockTables:
+        """Put the blocks into a pool's storage, as those of rows of `tokens`.
+
+        Args:
+            device: where K/V of a layer go that has none yet; None is where they are.
 
         Raises:
             PoolExhausted: it has too few free blocks; nothing has changed.
             ValueError: its layers are of another shape or dtype.
         """
         counts = [int(table.max(initial=-1)) + 1 for table in self.tables]
-        with pool.lock, pool.change:
-            storages = {}
+        allocator = storage.allocator
+        with allocator.lock, allocator.change:
+            layers = {}
             for layer, (keys, values) in sorted(self.states.items()):
                 if not len(keys):
                     continue
-                stored = pool.groups[pool.group_of_layer[layer]].storage.get(layer)
-                home = pool.home or keys.device if stored is None else stored.keys.device
+                stored = storage.stored(layer)
+                home = device or keys.device if stored is None else stored.keys.device
                 like = [
                     states[:1].transpose(1, 2).to(home, self.given_dtypes[layer])
                     for states in (keys, values)
                 ]
-                storages[layer] = pool.layer_storage(layer, like[0], like[1])
-                if storages[layer].keys.dtype != keys.dtype:
+                layers[layer] = storage.of_layer(layer, like[0], like[1])
+                if layers[layer].keys.dtype != keys.dtype:
                     raise ValueError(
                         f"Layer {layer} was saved as {keys.dtype}, the pool stores it as "
-                        f"{storages[layer].keys.dtype}; use a pool of the same kv_dtype."
+                        f"{layers[layer].keys.dtype}; use a pool of the same kv_dtype."
                     )
-            taken = pool.allocate(counts)
-            for layer, storage in storages.items():
-                index = torch.from_numpy(taken[pool.group_of_layer[layer]])
+            taken = allocator.allocate(counts)
+            for layer, stored in layers.items():
+                index = torch.from_numpy(taken[storage.group_of_layer[layer]])
                 for memory, states in zip(
-                    (storage.keys, storage.values), self.states[layer], strict=True
+                    (stored.keys, stored.values), self.states[layer], strict=True
                 ):
                     memory[index.to(memory.device)] = states.to(memory.device)
             tables = [
                 np.append(blocks, -1)[table].astype(np.int32)
                 for table, blocks in zip(self.tables, taken, strict=True)
             ]
-            held = BlockTables.holding(pool, tokens, tables)
-            for group, blocks in zip(pool.groups, taken, strict=True):
+            held = BlockTables.holding(allocator, tokens, tables)
+            for group, blocks in zip(allocator.groups, taken, strict=True):
                 group.decref(blocks)
         return held
 
-    def save(self, path: str | os.PathLike[str], pool: BlockPool, kind: str, identity: str) -> None:
+    def save(
+        self, path: str | os.PathLike[str], storage: KVStorage, kind: str, identity: str
+    ) -> None:
         """Write a file; what was at `path` is replaced when the new one is complete.
 
         Args:
             path: where.
-            pool: where the blocks were.
+            storage: where the blocks were.
             kind: what it holds.
             identity: `BlockPool.identity` of the model that computed the K/V.
 
@@ -142,9 +155,9 @@ class Snapshot:
         facts = {
             "kind": kind,
             "identity": identity,
-            "block_size": pool.block_size,
-            "windows": [group.window for group in pool.groups],
-            "kv_dtype": None if pool.kv_dtype is None else dtype_name(pool.kv_dtype),
+            "block_size": storage.allocator.block_size,
+            "windows": [group.window for group in storage.allocator.groups],
+            "kv_dtype": None if storage.kv_dtype is None else dtype_name(storage.kv_dtype),
             "given_dtypes": {str(i): dtype_name(dtype) for i, dtype in self.given_dtypes.items()},
             **self.facts,
         }
@@ -169,15 +182,16 @@ class Snapshot:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], kind: str, pool_for: Callable[..., BlockPool]
-    ) -> tuple[Snapshot, BlockPool]:
-        """Read a file and check that it is whole, of this `kind`, and of the pool's layers.
+        cls, path: str | os.PathLike[str], kind: str, target: Callable[..., KVStorage]
+    ) -> Snapshot:
+        """Read a file and check that it is whole, of this `kind`, and of the target's layers.
 
         Args:
-            pool_for: returns the pool that it is for, given the file's block_size and kv_dtype.
+            target: returns the storage that it is for, given the file's identity, block_size and
+                kv_dtype; or raises Unfit.
 
         Raises:
-            ValueError: it is not; the pool is as before.
+            ValueError: it is not; the storage is as before.
         """
         path = os.fsdecode(path)
         if os.path.isdir(path):
@@ -186,24 +200,124 @@ class Snapshot:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
-                    raise _Wrong(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
+                    raise Unfit(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if metadata["checksum"] != checksum(metadata["facts"], tensors):
-                raise _Wrong("its contents are not what was written")
+                raise Unfit("its contents are not what was written")
             snapshot = _parse(tensors, json.loads(metadata["facts"]))
             if snapshot.facts.get("kind") != kind:
-                raise _Wrong(f"it holds {snapshot.facts.get('kind')!r}, not {kind!r}")
+                raise Unfit(f"it holds {snapshot.facts.get('kind')!r}, not {kind!r}")
             kv_dtype = snapshot.facts["kv_dtype"]
-            pool = pool_for(
+            storage = target(
+                snapshot.facts["identity"],
                 block_size=snapshot.facts["block_size"],
                 kv_dtype=None if kv_dtype is None else _dtype(kv_dtype),
             )
-            _check(snapshot, pool)
+            _check(snapshot, storage)
         except _MALFORMED as error:
             raise ValueError(f"{path} is damaged or no file of hf_paged: {error}.") from error
-        except _Wrong as error:
+        except Unfit as error:
             raise ValueError(f"{path} cannot be loaded: {error}.") from None
-        return snapshot, pool
+        return snapshot
+
+
+def pack(state: CacheState) -> dict[str, Any]:
+    """All that the rows of a cache are, as what any process can unpickle: no pool and no model."""
+    tables = settled_tables(state)
+    parts = vars(Snapshot.take(state.storage, tables.tokens.lengths, tables.tables, device=None))
+    provenance = state.provenance.select(np.arange(len(tables.tokens)))
+    return {
+        "is_token": tables.tokens.mask(),
+        "snapshot": parts | {"states": _viewed(parts["states"], bits)},
+        "rows": {"provenance": provenance, "freed": state.freed},
+        "habits": habits(state),
+    }
+
+
+def unpack(state: CacheState, parts: dict[str, Any]) -> None:
+    """Put what `pack` returned into a state that is new, with K/V on the devices they were on."""
+    snapshot, dtype = Snapshot(**parts["snapshot"]), state.storage.kv_dtype
+    if dtype in FLOAT8:
+        snapshot.states = _viewed(snapshot.states, lambda stored: stored.view(dtype))
+    state.tables = snapshot.place(state.storage, RowLayout.of(parts["is_token"]), None)
+    vars(state).update(parts["rows"])
+    take_habits(state, parts["habits"])
+
+
+def save_rows(state: CacheState, path: str | os.PathLike[str]) -> None:
+    """Write the rows of a cache to a file."""
+    tables, provenance = settled_tables(state), state.provenance
+    tokens, known = tables.tokens, state.provenance.known_columns
+    snapshot = Snapshot.take(state.storage, tokens.lengths, tables.tables)
+    own = int(provenance.own_columns(tokens).min(initial=tokens.columns))
+    if own < tokens.columns:
+        known = own if known is None else min(known, own)
+    snapshot.facts |= {"known": known, "may_hold_padding": provenance.may_hold_padding}
+    snapshot.facts["autocast"] = provenance.autocast
+    freed = np.zeros(len(tokens), bool) if state.freed is None else state.freed
+    snapshot.arrays |= {"is_token": tokens.mask(), "freed_rows": freed}
+    identity = provenance.identity or state.model.identity()
+    snapshot.save(path, state.storage, "cache", identity)
+
+
+def place_rows(
+    snapshot: Snapshot,
+    storage: KVStorage,
+    device: torch.device | None,
+    path: str | os.PathLike[str],
+) -> tuple[BlockTables, Provenance, np.ndarray]:
+    """The rows of a file that `save_rows` wrote, in blocks; and bool [rows], which were freed.
+
+    Raises:
+        ValueError: they are not those of a cache.
+    """
+    facts, arrays, lengths = snapshot.facts, snapshot.arrays, snapshot.lengths
+    mask, freed, known = arrays.get("is_token"), arrays.get("freed_rows"), facts.get("known", -1)
+    if (
+        mask is None
+        or freed is None
+        or (mask.dtype, mask.ndim, len(mask)) != (bool, 2, len(lengths))
+        or (mask.sum(1) != lengths).any()
+        or (mask.shape[1] and not len(mask))
+        or not (known is None or (isinstance(known, int) and 0 <= known <= mask.shape[1]))
+        or (freed.dtype, freed.shape) != (bool, lengths.shape)
+        or lengths[freed].any()
+    ):
+        raise ValueError(f"{path} cannot be loaded: its rows are not those of a cache.")
+    tables = snapshot.place(storage, RowLayout.of(mask), device)
+    if tables.missing():
+        raise ValueError(f"{path} cannot be loaded: a row lacks blocks that it needs.")
+    provenance = Provenance(facts["identity"], facts.get("autocast"), known)
+    provenance.may_hold_padding = bool(facts.get("may_hold_padding", True))
+    return tables, provenance, freed
+
+
+def offload(state: CacheState, device: torch.device | str) -> None:
+    """Copy all blocks to `device` and give them back."""
+    tables = settled_tables(state)
+    snapshot = Snapshot.take(state.storage, tables.tokens.lengths, tables.tables, device)
+    move_out(state, (snapshot, tables.tokens))
+
+
+def restore(state: CacheState) -> None:
+    """Take blocks again for what was moved out.
+
+    Raises:
+        PoolExhausted: too few are free; it stays outside.
+    """
+    with state.exclusive():
+        if state.is_freed:
+            state.check_usable()
+        if state.outside is not None:
+            snapshot, tokens = state.outside
+            device = state.storage.device or state.model.device
+            tables = snapshot.place(state.storage, tokens, device)
+            state.tables, state.outside = tables, None
+
+
+def _viewed(states: States, view: Callable[[torch.Tensor], torch.Tensor]) -> States:
+    """`states` in another dtype: pickle knows no tensors of 8-bit floats."""
+    return {layer: (view(keys), view(values)) for layer, (keys, values) in states.items()}
 
 
 def checksum(facts: str, tensors: dict[str, torch.Tensor]) -> str:
@@ -221,8 +335,8 @@ def _width(blocks: np.ndarray) -> int:
     return int(blocks.max(initial=1))
 
 
-class _Wrong(Exception):
-    """What is wrong with a file."""
+class Unfit(Exception):
+    """Why a file cannot be loaded."""
 
 
 # What comes of reading a file whose parts are not there or not what they should be.
@@ -257,43 +371,41 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _check(snapshot: Snapshot, pool: BlockPool) -> None:
-    """Raise _Wrong where loading would go wrong, or would give K/V that are not the model's."""
-    facts, size = snapshot.facts, pool.block_size
-    reason = refusal(facts["identity"], pool.identity())
-    if reason is not None:
-        raise _Wrong(reason)
+def _check(snapshot: Snapshot, storage: KVStorage) -> None:
+    """Raise Unfit where loading would go wrong, or would give K/V that are not the model's."""
+    facts, groups = snapshot.facts, storage.allocator.groups
+    size = storage.allocator.block_size
     if facts["block_size"] != size:
-        raise _Wrong(f"its block_size is {facts['block_size']}, the pool's is {size}")
-    if facts["windows"] != [group.window for group in pool.groups]:
-        raise _Wrong(f"its layer groups have windows {facts['windows']}, the pool's have not")
-    if facts["kv_dtype"] != (None if pool.kv_dtype is None else dtype_name(pool.kv_dtype)):
-        raise _Wrong(f"its kv_dtype is {facts['kv_dtype']}, the pool's is {pool.kv_dtype}")
+        raise Unfit(f"its block_size is {facts['block_size']}, the pool's is {size}")
+    if facts["windows"] != [group.window for group in groups]:
+        raise Unfit(f"its layer groups have windows {facts['windows']}, the pool's have not")
+    if facts["kv_dtype"] != (None if storage.kv_dtype is None else dtype_name(storage.kv_dtype)):
+        raise Unfit(f"its kv_dtype is {facts['kv_dtype']}, the pool's is {storage.kv_dtype}")
     lengths = snapshot.lengths
     if lengths.ndim != 1 or lengths.dtype != np.int64 or (lengths < 0).any():
-        raise _Wrong("its row lengths are not counts")
+        raise Unfit("its row lengths are not counts")
     for layer, (keys, values) in snapshot.states.items():
         if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
-            raise _Wrong(f"K and V of layer {layer} do not fit each other")
-    known = {layer for group in pool.groups for layer in group.storage if len(lengths)}
-    if not known <= set(snapshot.states) <= set(pool.group_of_layer):
-        raise _Wrong(f"it has layers {sorted(snapshot.states)}, which are not the model's")
-    for index, (group, table) in enumerate(zip(pool.groups, snapshot.tables, strict=True)):
+            raise Unfit(f"K and V of layer {layer} do not fit each other")
+    known = {layer for group in groups for layer in group.storage if len(lengths)}
+    if not known <= set(snapshot.states) <= set(storage.group_of_layer):
+        raise Unfit(f"it has layers {sorted(snapshot.states)}, which are not the model's")
+    for index, (group, table) in enumerate(zip(groups, snapshot.tables, strict=True)):
         shapes = [
             states.shape
             for layer, pair in snapshot.states.items()
-            if pool.group_of_layer[layer] == index
+            if storage.group_of_layer[layer] == index
             for states in pair
         ]
         if any(len(shape) != 4 or shape[1] != size for shape in shapes):
-            raise _Wrong(f"K/V of the {group} are not [blocks, block_size, kv_heads, head_dim]")
+            raise Unfit(f"K/V of the {group} are not [blocks, block_size, kv_heads, head_dim]")
         stops = blocks_for(lengths, size)
         if table.dtype != np.int64 or table.shape != (len(lengths), _width(stops)):
-            raise _Wrong(f"the block table of the {group} does not fit its rows")
+            raise Unfit(f"the block table of the {group} does not fit its rows")
         blocks = int(table.max(initial=-1)) + 1
         if any(shape[0] != blocks for shape in shapes) or (table < -1).any():
-            raise _Wrong(f"the block table of the {group} is not that of its blocks")
+            raise Unfit(f"the block table of the {group} is not that of its blocks")
         if (table[is_behind_end(table, lengths, size)] >= 0).any():
-            raise _Wrong(f"the block table of the {group} does not end with its rows")
+            raise Unfit(f"the block table of the {group} does not end with its rows")
         if group.window is None and ((table >= 0).sum(1) != stops).any():
-            raise _Wrong(f"the block table of the {group} has holes")
+            raise Unfit(f"the block table of the {group} has holes")

@@ -17,12 +17,32 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
-from .core.metadata import AttentionMetadata, Pattern
-from .core.model_spec import READ_BY_MODEL
-from .core.storage import LayerStorage, gather
+from .backends import Backend
+from .core.forward import CacheState
+from .core.metadata import LayerStates, MaskFacts, Step
+from .core.model_spec import READ_BY_MODEL, advise, other_attention
+from .core.storage import gather
 
 PAGED, COMPILED = "paged", "torch.compile"  # ways of an attention call
+
+
+class KVLength(int):
+    """`kv_length` as `Cache.get_mask_sizes` returns it: an int that knows whose length it is.
+
+    transformers hands it to the mask function unchanged, which so learns of the cache.
+    """
+
+    state: CacheState
+
+    def __new__(cls, length: int, state: CacheState) -> KVLength:
+        self = super().__new__(cls, length)
+        self.state = state
+        return self
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
 
 
 @dataclass
@@ -33,32 +53,60 @@ class Calls:
     dense: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(slots=True, eq=False)
-class LayerPages:
-    """A layer's K/V in one step: what is in the blocks, and the step's new states.
+class Reader:
+    """Who reads the K/V of a cache, and which way it was done.
+
+    Args:
+        config: the one in which the model looks up its attention implementation.
+        backend: the attention backend to use, or its name.
 
     Attributes:
-        group: the step's index arrays.
-        storage: the layer's blocks.
-        keys, values: the new states as the model computed them, [rows, kv_heads, columns, dim].
-        token_keys, token_values: those of them that are tokens, [tokens, kv_heads, dim].
-        kv_length, kv_offset: the columns that the layer shows, as in `Cache.get_mask_sizes`.
+        calls: how often the layers were read which way.
+        is_compiling: set when compiled code makes the mask of the step that comes.
+    """
+
+    def __init__(self, config: PreTrainedConfig, backend: str | Backend):
+        self.config, self.backend, self.calls = config, backend, Calls()
+        self.is_compiling = False
+        self._step: Step | None = None
+        self._gathered: str | None = None  # why K/V of this step are no views
+        self._is_compiled = False  # whether compiled code has made its mask, an ordinary one
+
+    def show(
+        self, states: LayerStates, gathered: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's (keys, values): views where our attention function reads them.
+
+        Args:
+            gathered: why they must be ordinary tensors, if not for what the config says.
+        """
+        step = states.metadata.step
+        if step is not self._step:
+            self._gathered = other_attention(self.config) if step.mask is None else None
+            self._is_compiled, self.is_compiling = self.is_compiling, False
+            self._step = step
+        if gathered is None and self._gathered is not None:
+            gathered = self._gathered
+            advise(gathered)
+        pages = LayerPages(states, self.calls, self.backend, self._is_compiled)
+        return pages.views() if gathered is None else pages.tensors(gathered)
+
+
+@dataclass(slots=True, eq=False)
+class LayerPages:
+    """What the views of a layer's keys and values have in common.
+
+    Attributes:
+        states: the layer's K/V in one step.
         calls: how often the layers of this cache were read which way.
-        backend: name of the attention backend to use, or "auto".
+        backend: the attention backend to use, or its name.
         is_compiled: whether compiled code has made the mask, an ordinary one.
         counted: which way the last attention call on them went.
     """
 
-    group: AttentionMetadata
-    storage: LayerStorage
-    keys: torch.Tensor
-    values: torch.Tensor
-    token_keys: torch.Tensor
-    token_values: torch.Tensor
-    kv_length: int
-    kv_offset: int
+    states: LayerStates
     calls: Calls
-    backend: str
+    backend: str | Backend
     is_compiled: bool
     counted: str | None = None
 
@@ -74,28 +122,30 @@ class LayerPages:
 
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) without data, for whatever can read blocks or densifies them."""
-        keys, values = self.keys, self.values
+        keys, values, storage = self.states.keys, self.states.values, self.states.storage
         return (
-            without_gradient(keys, PagedView, self, keys, self.storage.keys),
-            without_gradient(values, PagedView, self, values, self.storage.values),
+            without_gradient(keys, PagedView, self, keys, storage.keys),
+            without_gradient(values, PagedView, self, values, storage.values),
         )
 
     def tensors(self, reason: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The same (keys, values) as ordinary tensors, and why."""
         self.count(reason)
+        keys, values, storage = self.states.keys, self.states.values, self.states.storage
         return (
-            without_gradient(self.keys, self.dense, self.keys.detach(), self.storage.keys),
-            without_gradient(self.values, self.dense, self.values.detach(), self.storage.values),
+            without_gradient(keys, self.dense, keys.detach(), storage.keys),
+            without_gradient(values, self.dense, values.detach(), storage.values),
         )
 
     def dense(self, new: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """[rows, kv_heads, kv_length, head_dim]: the past gathered from `blocks`, then `new`."""
-        if not self.group.step.is_current:
+        metadata = self.states.metadata
+        if not metadata.step.is_current:
             raise RuntimeError("These keys or values belong to an earlier step and are gone.")
-        past = self.kv_length - new.shape[2]
+        past = metadata.kv_length - new.shape[2]
         if past == 0:
             return new.contiguous()  # as a view is; a model may have asked for new strides
-        states = gather(blocks, self.group.past_slots(past)).to(new.dtype)
+        states = gather(blocks, metadata.past_slots(past)).to(new.dtype)
         return torch.cat([states, new], dim=2)
 
 
@@ -219,7 +269,7 @@ class PagedView(Densifying):
 
     @staticmethod
     def __new__(cls, pages: LayerPages, new: torch.Tensor, blocks: torch.Tensor) -> PagedView:
-        shape = (new.shape[0], new.shape[1], pages.kv_length, new.shape[3])
+        shape = (new.shape[0], new.shape[1], pages.states.metadata.kv_length, new.shape[3])
         view = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=new.dtype, device=new.device)
         view.pages, view._new, view._blocks, view._dense = pages, new, blocks, None
         return view
@@ -238,36 +288,30 @@ class LazyMask(Densifying):
     Where models add it to their scores it is of their dtype instead: 0 where a query may look.
 
     Attributes:
-        among_tokens: what the mask allows apart from padding, None if it is more than a pattern.
-        padding: the 2-D mask (bool [rows, all columns]), None if there is none.
-        kv_length, kv_offset: the columns that it is for.
-        is_read: whether anybody has looked at it since it was made.
+        facts: what our mask function knows of it.
     """
 
     refusal = "A mask is built where it is read, so a change would be lost; write into a clone()."
-    among_tokens: Pattern | None = None
-    padding: torch.Tensor | None = None
-    is_read = False
-    kv_length: int
-    kv_offset: int
+    facts: MaskFacts
     _build: Callable[[], Any]
 
     @staticmethod
     def __new__(
         cls,
-        shape: tuple[int, ...],
+        facts: MaskFacts,
         dtype: torch.dtype,
         device: torch.device | str,
         build: Callable[[], Any],
     ) -> LazyMask:
+        shape = (facts.rows, 1, facts.queries, facts.kv_length)
         mask = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=torch.device(device)
         )
-        mask._build = build
+        mask.facts, mask._build = facts, build
         return mask
 
     def densify(self) -> torch.Tensor:
-        self.is_read = True
+        self.facts.is_read = True
         return self._build()
 
     @classmethod
@@ -284,10 +328,7 @@ class LazyMask(Densifying):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _on(self, device: torch.device) -> LazyMask:
-        moved = LazyMask(tuple(self.shape), self.dtype, device, lambda: self.densify().to(device))
-        moved.among_tokens, moved.padding = self.among_tokens, self.padding
-        moved.kv_length, moved.kv_offset = self.kv_length, self.kv_offset
-        return moved
+        return LazyMask(self.facts, self.dtype, device, lambda: self.densify().to(device))
 
 
 class _NoGradient(torch.autograd.Function):

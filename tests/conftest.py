@@ -85,7 +85,7 @@ def check_used(pool: BlockPool, caches: Iterable[PagedCache]) -> None:
     tree of another key than the cache's these may be others). With several layer groups there may
     be more: what is known of a block's tokens is evicted in all groups at once, so it stays while
     one of them has it in use."""
-    tables = [cache._state.tables for cache in caches]
+    tables = [cache.state.tables for cache in caches]
     for index, (group, evictable) in enumerate(
         zip(pool.groups, pool.index.evictable(), strict=True)
     ):

@@ -191,7 +191,7 @@ class Tracked:
         elif len(self.rows) != len(nodes):  # one row serves as the prompt of many
             self._select([0] * len(nodes))
         self.rows = [row + new for row, new in zip(self.rows, nodes, strict=True)]
-        if not self.cache._state.record_past:
+        if not self.cache.state.record_past:
             self.safe = self.columns
         self.has_completed = True
 

@@ -26,7 +26,7 @@ from hf_paged import BlockPool, PagedCache
 from hf_paged.attention import paged_attention, paged_mask
 from hf_paged.backends.cpu import runner
 from hf_paged.backends.dense import reference_attention
-from hf_paged.core.metadata import Pattern
+from hf_paged.core.metadata import MaskFacts, Pattern
 from hf_paged.view import LazyMask
 
 # About twice what torch's own attention is off by, on the same inputs.
@@ -77,7 +77,7 @@ class Case:
         self.keys, self.values = (
             torch.randn(rows, heads[1], columns, dim).to(dtype) for dim in dims
         )
-        storage = pool.layer_storage(0, self.keys, self.values, self.cache._state._stored_dims)
+        storage = pool.storage.of_layer(0, self.keys, self.values, self.cache.state.stored_dims)
         storage.keys.fill_(torch.nan)
         storage.values.fill_(torch.nan)
         self.tokens = torch.arange(columns) >= max(past) - torch.tensor(past)[:, None]
@@ -95,16 +95,17 @@ class Case:
     def attend(self, **kwargs: Any) -> torch.Tensor:
         """[rows, new, heads, dim], through the function that transformers calls."""
         view = self.views[0]
-        mask = LazyMask((1,), torch.bool, "cpu", lambda: None)
-        mask.kv_length, mask.kv_offset = view.pages.kv_length, view.pages.kv_offset
-        mask.among_tokens = Pattern() if self.window is None else Pattern("sliding", self.window)
+        metadata = view.pages.states.metadata
+        facts = MaskFacts(len(self.query), self.new, metadata.kv_length, metadata.kv_offset)
+        facts.pattern = Pattern() if self.window is None else Pattern("sliding", self.window)
+        mask = LazyMask(facts, torch.bool, "cpu", lambda: None)
         out, _ = paged_attention(Layer(), self.query, *self.views, mask, **kwargs)
         assert self.cache.report().dense_calls == {}
         return out
 
     def stored(self, states: torch.Tensor) -> torch.Tensor:
         """K or V in float64 as they are after storing."""
-        return states.to(self.cache.pool.kv_dtype or self.dtype).double()
+        return states.to(self.cache.pool.storage.kv_dtype or self.dtype).double()
 
     def expected(self, **kwargs: Any) -> torch.Tensor:
         columns = torch.arange(self.keys.shape[2])
@@ -402,7 +403,8 @@ def test_low_precision_on_a_real_model_is_no_worse_than_torch(
 ) -> None:
     """Judged against the float32 model: top-1 agreement and KL, decoding token by token.
 
-    Two of torch's own ways differ by rounding alone: the worse of them is the bar.
+    Two of torch's own ways differ by rounding alone: the worse of them is the bar, within what 64
+    positions can tell.
     """
     model, tokenizer = real
     low, _ = small_model.load(dtype=dtype)
@@ -426,11 +428,13 @@ def test_low_precision_on_a_real_model_is_no_worse_than_torch(
     ]
     found = [
         (
-            (exact.exp() * (exact - other)).sum(-1).mean(),
+            (exact.exp() * (exact - other)).sum(-1),
             (exact.argmax(-1) == other.argmax(-1)).double().mean(),
         )
         for other in (paged, *torchs)
     ]
     divergence, agreement = zip(*found, strict=True)
-    assert divergence[0] <= 1.2 * max(divergence[1:]) + 1e-5
+    worst = max(divergence[1:], key=torch.Tensor.mean)
+    excess = divergence[0] - 1.2 * worst
+    assert excess.mean() <= 2 * excess.std() / excess.numel() ** 0.5
     assert agreement[0] >= min(agreement[1:]) - 0.02

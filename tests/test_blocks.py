@@ -295,10 +295,10 @@ def test_check_notices_what_is_wrong() -> None:
     ):
         pool = BlockPool(CONFIG, num_blocks=8)
         (cache,) = filled(pool, 24)
-        spoil(pool.groups[0], cache._state.tables.tables[0])
+        spoil(pool.groups[0], cache.state.tables.tables[0])
         with pytest.raises(AssertionError):
             pool.check()
-        cache._state.tables.tables[0][:] = -1  # so that the collector does not trip over it
+        cache.state.tables.tables[0][:] = -1  # so that the collector does not trip over it
 
 
 def test_debug_variable_checks_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_compiled_forwards_equal_dynamic_cache(
             found = forward(**step, past_key_values=paged).logits
         is_token = mask[:, start:stop].bool()
         torch.testing.assert_close(found[is_token], expected[is_token], atol=1e-4, rtol=1e-4)
-    assert paged.report().dense_calls["torch.compile"] >= len(paged.pool.group_of_layer)
+    assert paged.report().dense_calls["torch.compile"] >= len(paged.pool.storage.group_of_layer)
     paged.pool.check()
 
 

@@ -15,6 +15,7 @@ from hf_paged import BlockPool, PagedCache, PoolExhausted
 from hf_paged.backends.cpu import prompt as cpu
 from hf_paged.backends.cpu import runner
 from hf_paged.core import storage as storage_module
+from hf_paged.core.kv_storage import KVStorage
 
 Build = Callable[[str], PreTrainedModel]
 
@@ -382,7 +383,7 @@ def test_a_first_allocation_that_fails_is_made_good(
         with torch.no_grad():
             return model(**inputs, past_key_values=cache).logits
 
-    empty_blocks = BlockPool._empty_blocks
+    empty_blocks = KVStorage._empty_blocks
     for then in (inputs, other):
         expected = run(PagedCache(config=model.config, block_size=4), then)
         cache, calls = PagedCache(config=model.config, block_size=4), []
@@ -393,7 +394,7 @@ def test_a_first_allocation_that_fails_is_made_good(
                 raise MemoryError
             return empty_blocks(*args)
 
-        monkeypatch.setattr(BlockPool, "_empty_blocks", failing)
+        monkeypatch.setattr(KVStorage, "_empty_blocks", failing)
         with pytest.raises(MemoryError):
             run(cache, inputs)
         cache.pool.check()

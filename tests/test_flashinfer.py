@@ -364,10 +364,10 @@ def test_layers_on_several_devices() -> None:
     def update(cache: PagedCache, columns: slice) -> None:
         for layer, device in enumerate(["cpu", "meta"]):
             new = states[:, :, columns].to(device)
-            group = cache.update(new, new, layer)[0].pages.group
-            slots = group.slots(new.device)
+            metadata = cache.update(new, new, layer)[0].pages.states.metadata
+            [slots] = metadata.indices(new.device)
             assert slots.device.type == device
-            assert group.slots(new.device) is slots
+            assert metadata.indices(new.device)[0] is slots
 
     update(cache, slice(0, 6))
     fork = cache.fork()
@@ -409,7 +409,7 @@ def test_which_masks_are_chunked_is_known_without_asking_one() -> None:
         2, 12, length, 0, offset, mask_function=asked, local_size=8, config=model.config
     )
     assert isinstance(mask, LazyMask)
-    assert mask.among_tokens == Pattern("chunked", 8)
+    assert mask.facts.pattern == Pattern("chunked", 8)
 
 
 # -- generate --------------------------------------------------------------------------------------
@@ -618,7 +618,7 @@ def test_beams_and_samples_read_their_prompt_once(
 def forked(prompt: int, rows: int, new: list[int]) -> FlashInferCase:
     """One row of `prompt` tokens forked to `rows`, each of which has a few tokens of its own."""
     case = FlashInferCase([prompt] * (3 * rows), 1, block_size=4)
-    case.cache._state.crop(1)
+    case.cache.crop(-1)
     case.cache.batch_select_indices(torch.zeros(rows, dtype=torch.long))
     case.past, case.new = [prompt] * rows, 1
     case.query = torch.randn(rows, 6, 1, 16).to(BF16)

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 from hf_paged import PagedCache
-from hf_paged.core.metadata import Pattern
+from hf_paged.core.metadata import MaskFacts, Pattern
 from hf_paged.view import LazyMask
 
 Build = Callable[[str], PreTrainedModel]
@@ -342,14 +342,12 @@ def test_blocks_made_in_inference_mode_serve_outside_of_it() -> None:
 
 def test_a_mask_on_its_way_to_another_device_stays_lazy() -> None:
     """accelerate moves a layer's arguments to its device; a built mask would be read as a mask."""
-    mask = LazyMask(
-        (1, 1, 2, 2), torch.bool, "cpu", lambda: torch.ones(1, 1, 2, 2, dtype=torch.bool)
-    )
-    mask.among_tokens, mask.kv_length, mask.kv_offset = Pattern("sliding", 4), 2, 0
+    facts = MaskFacts(1, 2, 2, 0, Pattern("sliding", 4))
+    mask = LazyMask(facts, torch.bool, "cpu", lambda: torch.ones(1, 1, 2, 2, dtype=torch.bool))
     moved = mask.to("meta", non_blocking=True)
     assert isinstance(moved, LazyMask)
     assert moved.device.type == "meta"
-    assert (moved.among_tokens, moved.kv_length) == (mask.among_tokens, 2)
+    assert moved.facts is facts
     assert moved.densify().device.type == "meta"
     assert not isinstance(mask.to(torch.float32), LazyMask)
 

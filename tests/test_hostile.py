@@ -582,15 +582,15 @@ def test_poison_shows_what_reads_a_free_block(monkeypatch: pytest.MonkeyPatch, m
     with torch.no_grad():
         model(ids, past_key_values=secret)
         model(ids, past_key_values=cache)
-    stolen = secret._state.tables.tables[0][0, 0]
+    stolen = secret.state.tables.tables[0][0, 0]
     secret.free()
     for group in pool.groups:  # nothing that the secret's owner wrote is left
         free = np.flatnonzero(group.ref_counts == 0)
         for storage in group.storage.values():
             assert storage.keys[free].isnan().all()
             assert storage.values[free].isnan().all()
-    cache._state.tables.tables[0][0, 0] = stolen  # the fault that the poison is for
-    monkeypatch.setattr(pool, "check", lambda: None)
+    cache.state.tables.tables[0][0, 0] = stolen  # the fault that the poison is for
+    monkeypatch.setattr(pool.allocator, "check", lambda: None)
     with torch.no_grad():
         assert model(ids[:, :1], past_key_values=cache).logits.isnan().all()
 

@@ -396,7 +396,9 @@ def test_gathered_keys_and_values_of_a_mask_that_hides(tiny_model: Build) -> Non
     loop.mask[0, 2] = 0
     loop.compare()
     assert loop.cache.row_lengths == [8, 4, 7]
-    assert loop.cache.known_tables()[1] == 7  # the K/V behind are not those of the whole rows
+    assert (
+        loop.cache.state.provenance.known_columns == 7
+    )  # the K/V behind are not those of the whole rows
 
 
 def test_a_mask_that_is_no_pattern_and_hides(tiny_model: Build) -> None:
@@ -434,9 +436,9 @@ def test_no_block_that_was_given_back_is_read(
     monkeypatch.setenv(ENV_DEBUG, "1")
     update = CacheState.update
 
-    def collecting(batch: CacheState, *args: Any) -> Any:
-        pages = update(batch, *args)
-        batch.pool.collect()  # as another thread may do at any time
+    def collecting(state: CacheState, *args: Any) -> Any:
+        pages = update(state, *args)
+        state.allocator.collect()  # as another thread may do at any time
         return pages
 
     monkeypatch.setattr(CacheState, "update", collecting)

@@ -134,7 +134,7 @@ def test_what_a_pickled_cache_remembers(tiny_model: Build, kv_dtype: torch.dtype
         keys[0, :, 9] += 1
     cache.activate_past_recording()
     copied = pickled(cache)
-    assert copied.pool.kv_dtype == kv_dtype
+    assert copied.pool.storage.kv_dtype == kv_dtype
     assert copied.row_lengths == [13, 0]
     assert copied.is_recording_past(0)
     ids = ragged_ids([13, 6])["input_ids"]

@@ -577,7 +577,7 @@ def test_an_extra_key_whose_prefixes_are_evicted_leaves_nothing() -> None:
 def test_a_hash_collision_does_not_matter() -> None:
     assert hash((-1, 5)) == hash((-2, 5))
     pool = BlockPool(LlamaConfig(num_hidden_layers=1), block_size=2, num_blocks=4)
-    index, blocks = PrefixIndex(pool.groups, 2), pool.allocate([1])
+    index, blocks = PrefixIndex(pool.groups, 2), pool.allocator.allocate([1])
     index.insert(KEY, [-1, 5], blocks)
     assert index.match(KEY, [-2, 5])[0] == 0
     assert index.match(KEY, [-1, 5])[0] == 2
@@ -630,7 +630,7 @@ def test_a_full_pool_names_the_group_that_eviction_does_not_help() -> None:
     enough = pool.groups[0].num_free + pool.index.evictable()[0]
     assert enough > pool.groups[0].num_free
     with pytest.raises(PoolExhausted, match="window") as error:
-        pool.allocate([enough, 13])
+        pool.allocator.allocate([enough, 13])
     assert error.value.needed == 13
     assert pool.stats()["evictions"] == 0
     pool.check()

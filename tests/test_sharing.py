@@ -250,6 +250,6 @@ def poison(cache: PagedCache) -> None:
     """Fill every slot with NaN, so that one that is read without having been written shows."""
     nan = torch.full((1, 2, 1, 16), torch.nan)
     for layer in range(4):
-        storage = cache.pool.layer_storage(layer, nan, nan)
+        storage = cache.pool.storage.of_layer(layer, nan, nan)
         storage.keys.fill_(torch.nan)
         storage.values.fill_(torch.nan)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen3NextConfig
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted, serialization
+from hf_paged.core.rows import settled_tables
 
 ARCHITECTURES = ["llama", "gemma3_text", "mistral"]
 INPUTS = ragged_ids([20, 9])
@@ -68,14 +69,16 @@ def test_blocks_return_to_the_device_of_their_layer() -> None:
     """With K/V on another device than what was moved out; "meta" stands for that."""
     model = model_of("llama")
     cache, _ = filled(model, BlockPool(model.config, block_size=4))
-    tables, _ = cache.known_tables()
-    moved_out = serialization.Snapshot.take(cache.pool, tables.tokens.lengths, tables.tables)
+    tables = settled_tables(cache.state)
+    moved_out = serialization.Snapshot.take(
+        cache.pool.storage, tables.tokens.lengths, tables.tables
+    )
     pool = BlockPool(model.config, block_size=4)
     with PagedCache(pool=pool) as other:
         states = torch.empty(1, model.config.num_key_value_heads, 1, 16, device="meta")
         for layer in range(model.config.num_hidden_layers):
             other.update(states, states, layer)
-    placed = moved_out.place(pool, tables.tokens)
+    placed = moved_out.place(pool.storage, tables.tokens, None)
     for table, before in zip(placed.tables, tables.tables, strict=True):
         assert (table >= 0).sum() == (before >= 0).sum() > 0
     pool.check()

@@ -52,7 +52,7 @@ def test_equals_dynamic_cache_past_the_window(tiny_model: Build, name: str, kind
         if group.window is not None:
             # The window's own tokens straddle at most this many blocks, and the last step's one.
             bound = -(-group.window // 4) + 2
-            held = (cache._state.tables.tables[index] >= 0).sum(1)
+            held = (cache.state.tables.tables[index] >= 0).sum(1)
             assert held.max() <= bound
     # Only the softcap keeps a long prompt from the blocks, not windows, chunks or sinks.
     assert all(reason.startswith("softcap") for reason in cache.report().dense_calls)

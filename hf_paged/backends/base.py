@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ class AttentionCall:
         keys, values: the step's new states, [tokens, kv_heads, head_dim].
         storage: the layer's blocks. They hold the new states too, but for those that no later
             query can see.
-        group: the step's index arrays.
+        metadata: the step's index arrays.
         pattern: what the mask allows, in columns.
         first_visible: int64 [tokens], on the host.
         scaling: factor on q k^T.
@@ -36,7 +36,7 @@ class AttentionCall:
     keys: torch.Tensor
     values: torch.Tensor
     storage: LayerStorage
-    group: AttentionMetadata
+    metadata: AttentionMetadata
     pattern: Pattern
     first_visible: np.ndarray
     scaling: float
@@ -44,6 +44,7 @@ class AttentionCall:
     sinks: torch.Tensor | None
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Attention that reads K/V through the block tables."""
 

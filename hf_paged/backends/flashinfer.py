@@ -1,10 +1,7 @@
 """Attention on CUDA: FlashInfer's kernels, which walk the block table.
 
-A step is planned once for all layers of one geometry: which K/V each *request* reads. A request is
-some queries of a row that follow each other and see the same first token, or slide a window along;
-so a request is a row of a decode step, a prompt, or a chunk of one. The kernels take K/V as pages:
-our blocks; single slots, where what is seen does not begin with a block; or the step's own states,
-where a window has left them before they were stored.
+A step is planned once for all layers of one geometry: which pages of K/V each request reads
+(pages.py).
 
 Rows that begin with the same blocks (beams, samples) read those once: one pass over the shared
 blocks with the queries of all rows, one over the rest, merged by log-sum-exp (cascade inference;
@@ -23,16 +20,16 @@ import math
 import threading
 from collections import deque
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..core.metadata import AttentionMetadata, Step
 from ..core.model_spec import dtype_name
-from ..core.transfer import pinned, upload
+from ..core.transfer import pinned
 from .base import AttentionCall
+from .pages import Pages, Requests, Unstored, block_pages, requests_of, slot_pages
 
 logger = logging.getLogger("hf_paged")
 
@@ -129,157 +126,23 @@ def _unavailable(device: torch.device) -> str | None:
     return None
 
 
-class _Requests(NamedTuple):
-    """Queries that follow each other, and the K/V that they see.
-
-    Attributes:
-        row: int64 [requests].
-        query_starts: int64 [requests + 1], among the step's new tokens (indptr).
-        first, stop: int64 [requests], tokens of the row: the first that the first query sees, and
-            the one behind the last query. Each query sees up to itself.
-        window: how many tokens each query sees at most; None is all.
-    """
-
-    row: np.ndarray
-    query_starts: np.ndarray
-    first: np.ndarray
-    stop: np.ndarray
-    window: int | None
-
-    @property
-    def is_decode(self) -> bool:
-        return bool((np.diff(self.query_starts) == 1).all())
-
-
-def _requests(call: AttentionCall) -> _Requests:
-    step, begin = call.group.step, call.first_visible
-    end = step.token_position + 1
-    window = call.pattern.size if call.pattern.kind == "sliding" else call.group.window
-    is_window = (
-        window is not None
-        and call.group.step.hidden is None
-        and call.pattern.kind != "chunked"
-        and bool((begin == np.maximum(end - window, 0)).all())
-    )
-    is_border = step.token_row[1:] != step.token_row[:-1]
-    if not is_window:
-        is_border = is_border | (begin[1:] != begin[:-1])
-    starts = np.concatenate([[0], np.flatnonzero(is_border) + 1])
-    stops = np.append(starts[1:], step.num_tokens)
-    return _Requests(
-        row=step.token_row[starts],
-        query_starts=np.append(starts, step.num_tokens),
-        first=begin[starts],
-        stop=end[stops - 1],
-        window=window if is_window else None,
-    )
-
-
-class _Pages(NamedTuple):
-    """Which pages of K/V each request reads, as the kernels take it (CSR), on the host.
-
-    Attributes:
-        size: tokens in a page.
-        indptr: int32 [requests + 1], where each request's pages start.
-        indices: int32 [pages].
-        last_page_len: int32 [requests], tokens in the last page.
-    """
-
-    size: int
-    indptr: np.ndarray
-    indices: np.ndarray
-    last_page_len: np.ndarray
-
-
-def _ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The whole numbers from each start to its stop: (indptr, whose range, number)."""
-    count = stop - start
-    indptr = np.concatenate([[0], count.cumsum()])
-    owner = np.repeat(np.arange(len(count)), count)
-    return indptr, owner, np.arange(indptr[-1]) + np.repeat(start - indptr[:-1], count)
-
-
-def _shown_tokens(
-    step: Step, row: np.ndarray, start: np.ndarray, stop: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`_ranges` of tokens of the rows `row`, without those that the mask hides."""
-    indptr, owner, token = _ranges(start, stop)
-    if step.hidden_tokens is None:
-        return indptr, owner, token
-    shown = ~step.hidden_tokens[row[owner], token]
-    owner, token = owner[shown], token[shown]
-    return np.searchsorted(owner, np.arange(len(row) + 1)), owner, token
-
-
-def _block_pages(
-    group: AttentionMetadata, row: np.ndarray, first: np.ndarray, stop: np.ndarray
-) -> _Pages:
-    """Whole blocks from the one that holds token `first`."""
-    size = group.block_size
-    indptr, owner, block = _ranges(first // size, -(-stop // size))
-    indices = group.table[row[owner], block]
-    return _csr(size, indptr, indices, (stop - 1) % size + 1)
-
-
-def _slot_pages(group: AttentionMetadata, requests: _Requests) -> _Pages:
-    """Single slots, as pages of one token."""
-    indptr, owner, token = _shown_tokens(group.step, requests.row, requests.first, requests.stop)
-    indices = group.token_slots(requests.row[owner], token)
-    return _csr(1, indptr, indices, np.ones(len(requests.row)))
-
-
-def _csr(size: int, indptr: np.ndarray, indices: np.ndarray, last: np.ndarray) -> _Pages:
-    return _Pages(size, *(array.astype(np.int32) for array in (indptr, indices, last)))
-
-
-class _Unstored:
-    """K/V that a window has left before they were stored: past slots, then the step's own states.
-
-    The past is what the blocks still hold of what the queries see.
-    """
-
-    def __init__(self, group: AttentionMetadata, requests: _Requests, device: torch.device):
-        before = group.step.before.lengths
-        first = before.copy()
-        np.minimum.at(first, requests.row, requests.first)
-        indptr, row, token = _ranges(first, before)
-        self._past = len(token)
-        self._slots = upload([group.token_slots(row, token)], device)[0]
-        page_indptr, owner, token = _shown_tokens(
-            group.step, requests.row, requests.first, requests.stop
-        )
-        row = requests.row[owner]
-        indices = np.where(
-            token < before[row],
-            indptr[row] + token - first[row],
-            self._past + group.step.token_starts[row] + token - before[row],
-        )
-        self.pages = _csr(1, page_indptr, indices, np.ones(len(requests.row)))
-
-    def states(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """[tokens, 1, kv_heads, dim] from `stored` ([slots, ...]) and `new` ([new tokens, ...])."""
-        if self._past:
-            new = torch.cat([stored[self._slots].to(new.dtype), new])
-        return new.contiguous()[:, None]
-
-
 class _Plan:
     """What all layers of one geometry do in one step."""
 
     def __init__(self, call: AttentionCall, stream: _Stream):
         self._passes: list[_Pass] = []
-        self._unstored: _Unstored | None = None
+        self._unstored: Unstored | None = None
         if not len(call.query):
             return
-        group, requests = call.group, _requests(call)
-        size = group.block_size
-        if not group.stores_all:
-            self._unstored = _Unstored(group, requests, call.query.device)
+        metadata, requests = call.metadata, requests_of(call)
+        size = metadata.block_size
+        if not metadata.stores_all:
+            self._unstored = Unstored(metadata, requests, call.query.device)
             pages = self._unstored.pages
-        elif group.step.hidden is not None or (
+        elif metadata.step.hidden is not None or (
             requests.window is None and (requests.first % size).any()
         ):
-            pages = _slot_pages(group, requests)
+            pages = slot_pages(metadata, requests)
         else:
             split = _cascade(call, requests)
             if split is not None:
@@ -287,7 +150,7 @@ class _Plan:
                 self._passes.append(_Pass(call, stream, *shared, is_causal=False))
                 self._passes.append(_Pass(call, stream, *rest))
                 return
-            pages = _block_pages(group, requests.row, requests.first, requests.stop)
+            pages = block_pages(metadata, requests.row, requests.first, requests.stop)
         self._passes.append(_Pass(call, stream, requests, pages))
 
     def run(self, call: AttentionCall) -> torch.Tensor:
@@ -322,12 +185,12 @@ class _Pass:
         self,
         call: AttentionCall,
         stream: _Stream,
-        requests: _Requests,
-        pages: _Pages,
+        requests: Requests,
+        pages: Pages,
         is_causal: bool = True,
     ):
         heads, kv_heads = call.query.shape[1], call.keys.shape[1]
-        kv_dtype = call.storage.keys.dtype if call.group.stores_all else call.query.dtype
+        kv_dtype = call.storage.keys.dtype if call.metadata.stores_all else call.query.dtype
         dim = call.storage.padded_keys.shape[3]
         geometry = (heads, kv_heads, dim)
         options = {
@@ -444,7 +307,7 @@ def _plan_of(call: AttentionCall, stream: _Stream) -> _Plan:
     """The plan of a step for all layers that are like this one."""
     # The layers share the array of first tokens itself, so it tells one pattern from another.
     key = (stream, id(call.first_visible), call.scaling, call.softcap, *_geometry(call))
-    return call.group.memo(key, lambda: _Plan(call, stream))
+    return call.metadata.memo(key, lambda: _Plan(call, stream))
 
 
 def _geometry(call: AttentionCall) -> tuple[Any, ...]:
@@ -454,20 +317,20 @@ def _geometry(call: AttentionCall) -> tuple[Any, ...]:
 
 
 def _cascade(
-    call: AttentionCall, requests: _Requests
-) -> tuple[tuple[_Requests, _Pages], tuple[_Requests, _Pages]] | None:
+    call: AttentionCall, requests: Requests
+) -> tuple[tuple[Requests, Pages], tuple[Requests, Pages]] | None:
     """Two passes for rows that begin with the same blocks, if that pays: their blocks, the rest.
 
     Only for a decode step that sees all of its rows. Rows that follow each other and begin with the
     same block are a group; a row without company is one of its own.
     """
-    group, heads = call.group, call.query.shape[1]
+    metadata, heads = call.metadata, call.query.shape[1]
     dim, rows = call.storage.padded_keys.shape[3], len(requests.row)
     if rows < 2 or not requests.is_decode or requests.window is not None:
         return None
     if requests.first.any() or heads * dim > MERGE_MAX_ELEMENTS:
         return None
-    size, table = group.block_size, group.table[requests.row]
+    size, table = metadata.block_size, metadata.table[requests.row]
     starts = np.flatnonzero(np.append(True, table[1:, 0] != table[:-1, 0]))
     if len(starts) == rows:
         return None
@@ -488,7 +351,7 @@ def _cascade(
         or saved < CASCADE_MIN_SHARE * requests.stop.sum()
     ):
         return None
-    prefix = _Requests(
+    prefix = Requests(
         row=requests.row[starts],
         query_starts=np.append(starts, rows),
         first=np.zeros(len(starts), np.int64),
@@ -497,7 +360,7 @@ def _cascade(
     )
     rest = requests._replace(first=np.repeat(shared * size, sizes))
     return tuple(  # type: ignore[return-value]
-        (part, _block_pages(group, part.row, part.first, part.stop)) for part in (prefix, rest)
+        (part, block_pages(metadata, part.row, part.first, part.stop)) for part in (prefix, rest)
     )
 
 

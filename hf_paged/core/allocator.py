@@ -2,21 +2,25 @@
 
 A `BlockGroup` is the blocks of the layers that keep the same tokens (full attention; a sliding
 window of W). It hands out block numbers and counts their holders; block `b` of a group is the same
-`block_size` slots in the K and V tensors of every layer of the group.
+`block_size` slots in the K and V tensors of every layer of the group. A `BlockAllocator` hands out
+blocks of all groups, all of them or none, and knows every block table that holds some.
 
 Two rules keep sharing safe: only a block with one holder is ever written, and a block returns to
 the free list exactly when its count falls to zero (Kwon et al., "Efficient Memory Management for
 Large Language Model Serving with PagedAttention", 2023).
 
 Counts and free lists follow from the block tables and the prefix index. So a change that an
-exception has cut short (Ctrl-C comes after any call) is not undone: the pool counts again.
+exception has cut short (Ctrl-C comes after any call) is not undone: they are counted again.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -176,7 +180,7 @@ class BlockGroup:
 
 
 class RecountGuard:
-    """Around all that changes block tables or counts: `with pool.lock, pool.change:`.
+    """Around all that changes block tables or counts: `with allocator.lock, allocator.change:`.
 
     Args:
         recount: called before the next change where an exception has cut one short.
@@ -198,3 +202,136 @@ class RecountGuard:
     ) -> None:
         if kind is not None:
             self._is_cut_short = True
+
+
+class TableOwner(Protocol):
+    """What holds blocks in tables of its own: the rows of a cache."""
+
+    tables: list[np.ndarray]
+
+    def drop_unfinished(self) -> None:
+        """Forget what an append that was cut short has left."""
+        ...
+
+    def check(self) -> None: ...
+
+
+class Reclaimable(Protocol):
+    """What holds blocks that others get when they need them: prefixes that no cache uses."""
+
+    def held(self, group: int) -> np.ndarray:
+        """The blocks of a group that it holds, each as often as it counts as a holder."""
+        ...
+
+    def evictable(self) -> list[int]:
+        """Blocks of each group that `evict` could free."""
+        ...
+
+    def evict(self, enough: Callable[[list[int]], bool]) -> int:
+        """Give blocks back until `enough` of each group are free, or none; returns how many."""
+        ...
+
+    def mend(self) -> None:
+        """Repair what an exception has cut short."""
+        ...
+
+    def check(self) -> None: ...
+
+
+class BlockAllocator:
+    """The blocks of all layer groups, and who holds them.
+
+    Args:
+        groups: the layer groups, of one block_size.
+        reclaimable: what gives blocks back when a group runs out.
+
+    Attributes:
+        lock: held by whoever changes tables, counts or memory.
+        change: the guard of such a change.
+        copies, evictions: blocks that were copied on write, and taken from `reclaimable`.
+        peak_used: the most blocks that were not free.
+    """
+
+    def __init__(self, groups: Sequence[BlockGroup], reclaimable: Reclaimable):
+        self.groups, self.reclaimable = groups, reclaimable
+        self.block_size = groups[0].block_size
+        self.lock = threading.RLock()
+        self.change = RecountGuard(self._recount)
+        self.copies = self.evictions = self.peak_used = 0
+        # The arrays of each owner's tables, which outlive it: the collector may run in the middle
+        # of any other call, so it only queues the reference, and the next call returns the blocks.
+        self._tables: dict[weakref.ref[TableOwner], list[np.ndarray]] = {}
+        self._dropped: deque[weakref.ref[TableOwner]] = deque()
+
+    def register(self, owner: TableOwner) -> None:
+        """Count the blocks in the list `owner.tables` as held, for as long as `owner` lives."""
+        self._tables[weakref.ref(owner, self._dropped.append)] = owner.tables
+
+    def collect(self) -> None:
+        """Return the blocks of owners that were garbage collected."""
+        with self.lock, self.change:
+            while self._dropped:
+                tables = self._tables.pop(self._dropped.popleft(), None)
+                for group, table in zip(self.groups, tables or [], strict=False):
+                    group.decref(table[table >= 0])
+
+    def allocate(self, counts: Sequence[int]) -> list[np.ndarray]:
+        """Take `counts[g]` blocks of each group g, all of them or none, in a change.
+
+        Raises:
+            PoolExhausted: a bounded group has too few, also with all that can be reclaimed; no
+                block was taken, nothing was evicted.
+        """
+        self.collect()
+        short = [
+            0 if group.max_blocks is None else max(count - group.num_free, 0)
+            for group, count in zip(self.groups, counts, strict=True)
+        ]
+        if any(short) and not self.evict(
+            lambda freed: all(f >= s for f, s in zip(freed, short, strict=True))
+        ):
+            evictable = self.reclaimable.evictable()
+            at = next(index for index, count in enumerate(short) if count > evictable[index])
+            group = self.groups[at]
+            raise PoolExhausted(
+                counts[at], group.num_free, evictable[at], group.capacity, str(group)
+            )
+        for group, count in zip(self.groups, counts, strict=True):
+            group.ensure_free(count)
+        taken = [group.allocate(count) for group, count in zip(self.groups, counts, strict=True)]
+        self.peak_used = max(self.peak_used, sum(group.num_used for group in self.groups))
+        return taken
+
+    def evict(self, enough: Callable[[list[int]], bool]) -> int:
+        """Reclaim blocks, in a change; returns how many are free now that were not."""
+        freed = self.reclaimable.evict(enough)
+        self.evictions += freed
+        return freed
+
+    def check(self) -> None:
+        """Raise AssertionError where an invariant is broken."""
+        with self.lock:
+            self.collect()
+            for index, group in enumerate(self.groups):
+                group.check(self._holders(index))
+            for reference in list(self._tables):
+                owner = reference()
+                if owner is not None:
+                    owner.check()
+            self.reclaimable.check()
+
+    def _recount(self) -> None:
+        """Count the holders of every block, whatever a change that was cut short has done."""
+        for reference in list(self._tables):
+            owner = reference()
+            if owner is None:
+                self._tables.pop(reference, None)
+            else:
+                owner.drop_unfinished()
+        self.reclaimable.mend()
+        for index, group in enumerate(self.groups):
+            group.recount(self._holders(index))
+
+    def _holders(self, group: int) -> list[np.ndarray]:
+        held = [tables[group] for tables in list(self._tables.values())]
+        return [*(table[table >= 0] for table in held), self.reclaimable.held(group)]

@@ -1,119 +1,43 @@
-"""The rows of a cache: which columns of each row are tokens, and the blocks that hold them.
+"""Block tables: the blocks that hold the tokens of each row of a cache.
 
-A *column* is a position in the padded batch as transformers sees it; a *token* is a column that is
-not padding. Only tokens are stored: token t of a row is in slot `t % block_size` of the physical
-block `table[row, t // block_size]`.
+Token t of a row is in slot `t % block_size` of the physical block `table[row, t // block_size]`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..pool import BlockPool
-from .allocator import BlockGroup
-
-if TYPE_CHECKING:
-    from .sharing import Sharing
+from .allocator import BlockAllocator, BlockGroup
+from .row_layout import RowLayout
 
 
-@dataclass(frozen=True)
-class RowLayout:
-    """Which columns of each row are tokens.
+@dataclass
+class Sharing:
+    """Which rows of a batch's first step have their leading tokens in another row's blocks.
 
     Attributes:
-        columns: columns so far.
-        lengths: int64 [rows], tokens of each row.
-        is_token: bool [rows, columns] if some row has padding behind a token (a *hole*), else None:
-            then a row's tokens are its last `length` columns.
+        leader: int64 [rows], the row whose blocks a row shares; its own number if it shares none.
+        tokens: int64 [rows], how many leading tokens it shares: whole blocks of them, or all that
+            both rows have.
     """
 
-    columns: int
-    lengths: np.ndarray
-    is_token: np.ndarray | None = None
-
-    @classmethod
-    def none(cls, rows: int) -> RowLayout:
-        return cls(0, np.zeros(rows, np.int64))
-
-    @classmethod
-    def of(cls, mask: np.ndarray) -> RowLayout:
-        """Those of a mask, bool [rows, columns]."""
-        return cls.none(len(mask)).extend(mask.shape[1], mask)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+    leader: np.ndarray
+    tokens: np.ndarray
 
     @property
-    def is_unpadded(self) -> bool:
-        return bool((self.lengths == self.columns).all())
+    def rows(self) -> np.ndarray:
+        """The rows that share."""
+        return np.flatnonzero(self.tokens)
 
-    def mask(self) -> np.ndarray:
-        """bool [rows, columns], True where a column is a token."""
-        if self.is_token is not None:
-            return self.is_token
-        return np.arange(self.columns) >= (self.columns - self.lengths)[:, None]
+    def followers(self, firsts: np.ndarray) -> np.ndarray:
+        """The sharing rows that keep the same blocks as their leader, by each row's first one."""
+        return np.flatnonzero((self.tokens > 0) & (firsts == firsts[self.leader]))
 
-    def extend(self, columns: int, new: np.ndarray | None) -> RowLayout:
-        """Append columns; `new` (bool [rows, columns]) says which are tokens, None that all are."""
-        if new is None or new.all():
-            is_token = self.is_token
-            if is_token is not None:
-                is_token = np.pad(is_token, ((0, 0), (0, columns)), constant_values=True)
-            return RowLayout(self.columns + columns, self.lengths + columns, is_token)
-        has_holes = (
-            self.is_token is not None
-            or bool((new[:, :-1] & ~new[:, 1:]).any())
-            or not bool(new[self.lengths > 0].all())
-        )
-        return RowLayout(
-            self.columns + columns,
-            self.lengths + new.sum(1),
-            np.concatenate([self.mask(), new], axis=1) if has_holes else None,
-        )
-
-    def truncate(self, columns: int) -> RowLayout:
-        """Keep the first `columns` columns."""
-        if self.is_token is not None:
-            return RowLayout.of(self.is_token[:, :columns])
-        padding = self.columns - self.lengths
-        return RowLayout(columns, np.maximum(columns - padding, 0))
-
-    def without(self, rows: np.ndarray) -> RowLayout:
-        """All columns of `rows` become padding."""
-        kept = np.ones(len(self), bool)
-        kept[rows] = False
-        if self.is_token is not None:
-            return RowLayout.of(self.is_token & kept[:, None])
-        return replace(self, lengths=self.lengths * kept)
-
-    def hide(self, columns: np.ndarray) -> RowLayout:
-        """The tokens in `columns` (bool [rows, columns]) become padding."""
-        return RowLayout.of(self.mask() & ~columns)
-
-    def select(self, rows: np.ndarray) -> RowLayout:
-        if self.is_token is not None:
-            return RowLayout.of(self.is_token[rows])
-        return replace(self, lengths=self.lengths[rows])
-
-    def count_before(self, columns: np.ndarray) -> np.ndarray:
-        """Tokens of each row in front of its `columns` ([rows, n] or broadcastable to it)."""
-        columns = np.clip(columns, 0, self.columns)
-        if self.is_token is None:
-            return np.maximum(columns - (self.columns - self.lengths)[:, None], 0)
-        counts = np.pad(self.is_token.cumsum(1), ((0, 0), (1, 0)))
-        return np.take_along_axis(
-            counts, np.broadcast_to(columns, (len(self), columns.shape[1])), 1
-        )
-
-    def count_last(self, columns: int) -> np.ndarray:
-        """Tokens of each row in the last `columns` columns."""
-        if self.is_token is None:
-            return np.minimum(self.lengths, columns)
-        return self.is_token[:, max(self.columns - columns, 0) :].sum(1)
+    def drop(self, rows: np.ndarray) -> None:
+        self.tokens[rows], self.leader[rows] = 0, rows
 
 
 class BlockTables:
@@ -128,19 +52,21 @@ class BlockTables:
             where the row holds none (behind its end, or out of the group's window).
     """
 
-    def __init__(self, pool: BlockPool, rows: int = 0):
-        self.pool = pool
+    def __init__(self, allocator: BlockAllocator, rows: int = 0):
+        self.allocator = allocator
         self.tokens = RowLayout.none(rows)
-        self.tables = [np.full((rows, 8), -1, np.int32) for _ in pool.groups]
-        pool.register(self)
+        self.tables = [np.full((rows, 8), -1, np.int32) for _ in allocator.groups]
+        allocator.register(self)
 
     @classmethod
-    def holding(cls, pool: BlockPool, tokens: RowLayout, tables: list[np.ndarray]) -> BlockTables:
+    def holding(
+        cls, allocator: BlockAllocator, tokens: RowLayout, tables: list[np.ndarray]
+    ) -> BlockTables:
         """New tables that share the blocks in `tables`, whose present holders keep them."""
-        new = cls(pool)
-        with pool.lock, pool.change:
+        new = cls(allocator)
+        with allocator.lock, allocator.change:
             new.tables[:], new.tokens = tables, tokens
-            for index, group in enumerate(pool.groups):
+            for index, group in enumerate(allocator.groups):
                 group.incref(new.held(index))
         return new
 
@@ -153,28 +79,27 @@ class BlockTables:
         """int64 [rows, columns], slots of the last columns of `tokens`, -1 for padding."""
         index = np.arange(tokens.columns - columns, tokens.columns)[None]
         rows, position = np.arange(len(tokens))[:, None], tokens.count_before(index)
-        slots = slots_in(self.tables[group], self.pool.block_size, rows, position)
+        slots = slots_in(self.tables[group], self.allocator.block_size, rows, position)
         slots[~tokens.mask()[:, tokens.columns - columns :]] = -1
         return slots
 
     def filled_slots(self, group: int) -> int:
         """Slots of the held blocks that hold a token; a shared slot counts once."""
-        pool = self.pool
-        table, capacity = self.tables[group], pool.groups[group].capacity
-        return int(tokens_in_blocks(self.tokens.lengths, table, capacity, pool.block_size).sum())
+        table, size = self.tables[group], self.allocator.block_size
+        capacity = self.allocator.groups[group].capacity
+        return int(tokens_in_blocks(self.tokens.lengths, table, capacity, size).sum())
 
     def select(self, rows: np.ndarray) -> BlockTables:
         """New tables whose rows are `rows` of these; every block is shared, none is copied."""
-        with self.pool.lock:
-            return self.holding(
-                self.pool, self.tokens.select(rows), [table[rows] for table in self.tables]
-            )
+        with self.allocator.lock:
+            tables = [table[rows] for table in self.tables]
+            return self.holding(self.allocator, self.tokens.select(rows), tables)
 
     def release(self) -> None:
         """Give all blocks back; what remains is a cache of no rows."""
         tokens, tables = RowLayout.none(0), [table[:0] for table in self.tables]
-        with self.pool.lock, self.pool.change:
-            for index, group in enumerate(self.pool.groups):
+        with self.allocator.lock, self.allocator.change:
+            for index, group in enumerate(self.allocator.groups):
                 group.decref(self.held(index))
             self.tables[:], self.tokens = tables, tokens
 
@@ -184,7 +109,7 @@ class BlockTables:
             table[self._is_behind(table)] = -1
 
     def _is_behind(self, table: np.ndarray) -> np.ndarray:
-        return is_behind_end(table, self.tokens.lengths, self.pool.block_size)
+        return is_behind_end(table, self.tokens.lengths, self.allocator.block_size)
 
     def append(self, tokens: RowLayout, keep_past: bool, sharing: Sharing | None = None) -> None:
         """Hold blocks for new columns, copying a shared block that they will write to.
@@ -197,14 +122,14 @@ class BlockTables:
         Raises:
             PoolExhausted: a group has too few free blocks; nothing has changed.
         """
-        with self.pool.lock, self.pool.change:
+        with self.allocator.lock, self.allocator.change:
             needs = [
                 AllocationPlan(self, index, tokens, keep_past, sharing)
-                for index in range(len(self.pool.groups))
+                for index in range(len(self.allocator.groups))
             ]
-            taken = self.pool.allocate([need.count for need in needs])
+            taken = self.allocator.allocate([need.count for need in needs])
             for need, blocks in zip(needs, taken, strict=True):
-                self.pool.copies += need.fill(blocks)
+                self.allocator.copies += need.fill(blocks)
             self.tokens = tokens
 
     def unshare(self, where: Sequence[np.ndarray]) -> None:
@@ -216,21 +141,21 @@ class BlockTables:
         Raises:
             PoolExhausted: a group has too few free blocks; nothing has changed.
         """
-        with self.pool.lock, self.pool.change:
+        with self.allocator.lock, self.allocator.change:
             at = []
-            for group, table, asked in zip(self.pool.groups, self.tables, where, strict=True):
+            for group, table, asked in zip(self.allocator.groups, self.tables, where, strict=True):
                 rows, logical = np.nonzero(asked & (table >= 0))
                 copies = _must_copy(group, table[rows, logical])
                 at.append((rows[copies], logical[copies]))
-            taken = self.pool.allocate([len(rows) for rows, _ in at])
+            taken = self.allocator.allocate([len(rows) for rows, _ in at])
             for group, table, entries, copies in zip(
-                self.pool.groups, self.tables, at, taken, strict=True
+                self.allocator.groups, self.tables, at, taken, strict=True
             ):
                 originals = table[entries].astype(np.int64)
                 group.copy_blocks(originals, copies)
                 table[entries] = copies
                 group.decref(originals)
-                self.pool.copies += len(copies)
+                self.allocator.copies += len(copies)
 
     def truncate(self, columns: int) -> None:
         """Drop all but the first `columns` columns.
@@ -239,7 +164,7 @@ class BlockTables:
             RuntimeError: a window's older blocks, which would be needed again, are gone.
         """
         tokens = self.tokens.truncate(columns)
-        for group, table in zip(self.pool.groups, self.tables, strict=True):
+        for group, table in zip(self.allocator.groups, self.tables, strict=True):
             if _missing(group, table, tokens):
                 raise RuntimeError(
                     f"Cannot crop {self.tokens.columns - columns} tokens: the tokens that the "
@@ -250,20 +175,20 @@ class BlockTables:
 
     def end_rows(self, tokens: RowLayout) -> None:
         """Make `tokens` the present ones, where some rows end before they did."""
-        with self.pool.lock, self.pool.change:
+        with self.allocator.lock, self.allocator.change:
             self.tokens = tokens
             self.drop_behind_ends()
 
     def drop_behind_ends(self) -> None:
         """Give back the blocks behind each row's last token."""
-        with self.pool.lock, self.pool.change:
-            for group, table in zip(self.pool.groups, self.tables, strict=True):
+        with self.allocator.lock, self.allocator.change:
+            for group, table in zip(self.allocator.groups, self.tables, strict=True):
                 _drop(group, table, self._is_behind(table))
 
     def drop_outside_windows(self) -> None:
         """Give back the blocks that no window reaches any more."""
-        with self.pool.lock, self.pool.change:
-            for group, table in zip(self.pool.groups, self.tables, strict=True):
+        with self.allocator.lock, self.allocator.change:
+            for group, table in zip(self.allocator.groups, self.tables, strict=True):
                 if group.window is not None:
                     firsts = first_block(group, self.tokens)
                     _drop(group, table, np.arange(table.shape[1]) < firsts[:, None])
@@ -278,7 +203,7 @@ class BlockTables:
         """Entries without a block where a row needs one."""
         return sum(
             _missing(group, table, self.tokens)
-            for group, table in zip(self.pool.groups, self.tables, strict=True)
+            for group, table in zip(self.allocator.groups, self.tables, strict=True)
         )
 
 
@@ -358,7 +283,7 @@ class AllocationPlan:
         sharing: Sharing | None,
     ):
         self.tables, self.index = tables, index
-        self.group = tables.pool.groups[index]
+        self.group = tables.allocator.groups[index]
         size = self.group.block_size
         before, after = tables.tokens.lengths, tokens.lengths
         firsts = first_block(self.group, tokens, keep_past)

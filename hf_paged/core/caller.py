@@ -7,6 +7,7 @@ hook or a layer in its forward, or it is the beginning of the next one. The call
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import NamedTuple
@@ -52,9 +53,56 @@ def given_to_model() -> Given:
     return Given(embeddings, position_ids)
 
 
+def autocast_dtype() -> str | None:
+    """What autocast computes in where it is on, for the thread that asks."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    dtypes = [str(torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
+    return " ".join(dtypes) or None
+
+
 def _calls(frame: FrameType | None) -> Iterator[FrameType]:
     """The calls of modules on the stack, the innermost first."""
     while frame is not None:
         if frame.f_code is _CALL:
             yield frame
         frame = frame.f_back
+
+
+class ForwardWatch:
+    """Whose forward is under way on a cache.
+
+    It is that of the thread that began it, until that thread asks from outside of the model's
+    parts: then the forward has failed, whoever asks next.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self._was_left = threading.current_thread(), False
+
+    def begin(self) -> None:
+        """This thread runs a forward, or goes on with one."""
+        self._thread, self._was_left = threading.current_thread(), False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is in that forward."""
+        if self._thread is not threading.current_thread():
+            return False
+        self._was_left = self._was_left or not is_inside_model()
+        return not self._was_left
+
+    @property
+    def elsewhere(self) -> str | None:
+        """The name of another thread that runs it, None if this one does, or did until it ended."""
+        thread = self._thread
+        is_other = thread is not threading.current_thread() and thread.is_alive()
+        return thread.name if is_other else None
+
+    def check_thread(self) -> None:
+        """Raise RuntimeError while another thread runs it."""
+        if self.elsewhere is not None:
+            raise RuntimeError(
+                f"{self.elsewhere} is in the middle of a step of this PagedCache, or its forward "
+                "has failed there; give each thread a fork(), and free() a cache whose forward "
+                "failed in another thread."
+            )

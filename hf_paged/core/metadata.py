@@ -7,18 +7,17 @@ a device at its first use there.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from .block_table import BlockTables, RowLayout, first_block, slots_in
+from .block_table import BlockTables, Sharing, first_block, slots_in
+from .row_layout import RowLayout
+from .storage import LayerStorage
 from .transfer import upload
-
-if TYPE_CHECKING:
-    from ..view import LazyMask
-    from .sharing import Sharing
 
 T = TypeVar("T")
 
@@ -28,6 +27,27 @@ class Pattern(NamedTuple):
 
     kind: Literal["causal", "sliding", "chunked"] = "causal"
     size: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class MaskFacts:
+    """What our mask function knows of a mask that it has not built.
+
+    Attributes:
+        rows, queries: of the batch and of the step that it is for.
+        kv_length, kv_offset: the columns that it is for, as in `Cache.get_mask_sizes`.
+        pattern: what it allows apart from padding, None if it is more than a pattern.
+        padding: the 2-D mask (bool [rows, all columns]), None if there is none.
+        is_read: whether anybody has had it built.
+    """
+
+    rows: int
+    queries: int
+    kv_length: int
+    kv_offset: int
+    pattern: Pattern | None = None
+    padding: torch.Tensor | None = None
+    is_read: bool = False
 
 
 class Step:
@@ -46,7 +66,7 @@ class Step:
         after: RowLayout,
         new: np.ndarray | None,
         hidden: np.ndarray | None = None,
-        mask: LazyMask | None = None,
+        mask: MaskFacts | None = None,
     ):
         self.before, self.after, self.mask = before, after, mask
         self.hidden = None if hidden is None or not hidden.any() else hidden
@@ -62,6 +82,7 @@ class Step:
             rank = new.cumsum(1).reshape(-1)[self._real] - 1
         self.token_position = before.lengths[self.token_row] + rank
         self.is_current = True
+        self.ended_at: int | None = None  # the first column that its mask has ended a row at
         # bool [rows], in which a token got another position than its own; None if nobody said.
         self.moved: torch.Tensor | None = None
         self.is_custom = False  # whether attention was under a mask that nobody knows
@@ -112,7 +133,12 @@ class Step:
         hidden[row, position[row, column]] = True
         return hidden
 
-    def has_padding_of(self, mask: LazyMask) -> bool:
+    @property
+    def is_more_than_a_pattern(self) -> bool:
+        """Whether tokens do not see all in front of them but for a pattern."""
+        return self.hidden is not None or (self.mask is not None and self.mask.pattern is None)
+
+    def has_padding_of(self, mask: MaskFacts) -> bool:
         """Whether a mask of this step has the 2-D mask by which it was begun."""
         own, other = None if self.mask is None else self.mask.padding, mask.padding
         if own is other or (other is None and self.hidden is None):
@@ -177,6 +203,7 @@ class AttentionMetadata:
         table: int32 [rows, width], physical block of each logical block, -1 where none is held.
         window: the group's window, None for full attention.
         block_size: slots in a block.
+        kv_length, kv_offset: the columns that the layers show, as in `Cache.get_mask_sizes`.
         stores_all: whether every new token is in the blocks, not only what a later query can see.
     """
 
@@ -188,8 +215,11 @@ class AttentionMetadata:
         keep_past: bool,
         sharing: Sharing | None = None,
     ):
-        group = tables.pool.groups[index]
+        group = tables.allocator.groups[index]
         self.step = step
+        self.kv_length, self.kv_offset = shown_columns(
+            group.window, step.before.columns, step.columns
+        )
         self._tables = tables  # whoever reads this step keeps its blocks held
         self._index = index
         self.table = tables.tables[index]
@@ -209,18 +239,22 @@ class AttentionMetadata:
         self._on_device: dict[torch.device, list[torch.Tensor]] = {}
         self._memo: dict[Hashable, Any] = {}
 
-    def slots(self, device: torch.device) -> torch.Tensor:
-        """int64 [written tokens] on `device`, the slot that each of them is written to."""
-        return self._indices(device)[0]
+    def write(self, storage: LayerStorage, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write a layer's new K/V ([tokens, kv_heads, dim]) to their slots: not those that no later
+        query can see, nor those that another row writes."""
+        slots, *written = self.indices(keys.device)
+        if written:
+            keys, values = (states.index_select(0, written[0]) for states in (keys, values))
+        storage.write(slots, keys, values)
 
-    def keep_written(self, states: torch.Tensor) -> torch.Tensor:
-        """Of [tokens, heads, dim] the states that are written: not those that no later query can
-        see, nor those that another row writes."""
-        if self._written is None:
-            return states
-        return states.index_select(0, self._indices(states.device)[1])
+    def holds(self, storage: LayerStorage, keys: torch.Tensor) -> bool:
+        """Whether a token of the step has these keys ([tokens, kv_heads, dim]) in its slot."""
+        slots, *written = self.indices(keys.device)
+        again = keys.index_select(0, written[0]) if written else keys
+        stored = storage.key_slots[slots]
+        return bool((again.to(stored.dtype).float() == stored.float()).flatten(1).all(1).any())
 
-    def _indices(self, device: torch.device) -> list[torch.Tensor]:
+    def indices(self, device: torch.device) -> list[torch.Tensor]:
         """The slots and, where not all tokens are written, which ones are; uploaded once."""
         if device not in self._on_device:
             arrays = [self._slots] if self._written is None else [self._slots, self._written]
@@ -245,16 +279,15 @@ class AttentionMetadata:
             self._memo[key] = make()
         return self._memo[key]
 
-    def first_visible(self, pattern: Pattern, kv_offset: int) -> np.ndarray:
+    def first_visible(self, pattern: Pattern) -> np.ndarray:
         """int64 [tokens], the first token of its row that each new token may look at.
 
         Args:
             pattern: what the mask allows, in columns.
-            kv_offset: the first column that the layer still shows.
         """
-        return self.memo((pattern, kv_offset), lambda: self._first_visible(pattern, kv_offset))
+        return self.memo(pattern, lambda: self._first_visible(pattern))
 
-    def _first_visible(self, pattern: Pattern, kv_offset: int) -> np.ndarray:
+    def _first_visible(self, pattern: Pattern) -> np.ndarray:
         step, after = self.step, self.step.after
         column = np.arange(step.before.columns, after.columns)[None].repeat(len(step), 0)
         if pattern.kind == "sliding":
@@ -265,5 +298,30 @@ class AttentionMetadata:
             lowest = padding + (column - padding) // pattern.size * pattern.size
         else:
             lowest = np.zeros_like(column)
-        begin = after.count_before(np.maximum(lowest, kv_offset)).reshape(-1)
+        begin = after.count_before(np.maximum(lowest, self.kv_offset)).reshape(-1)
         return begin if step._real is None else begin[step._real]
+
+
+@dataclass(slots=True, eq=False)
+class LayerStates:
+    """A layer's K/V in one step: where the past is, and the step's new states.
+
+    Attributes:
+        metadata: the step's index arrays.
+        storage: the layer's blocks, in which the new states are too.
+        keys, values: the new states as the model computed them, [rows, kv_heads, columns, dim].
+        token_keys, token_values: those of them that are tokens, [tokens, kv_heads, dim].
+    """
+
+    metadata: AttentionMetadata
+    storage: LayerStorage
+    keys: torch.Tensor
+    values: torch.Tensor
+    token_keys: torch.Tensor
+    token_values: torch.Tensor
+
+
+def shown_columns(window: int | None, past: int, queries: int) -> tuple[int, int]:
+    """(kv_length, kv_offset) of a layer for `queries` new columns, as `DynamicCache` shows them."""
+    visible = past if window is None else min(past, window - 1)
+    return visible + queries, past - visible

@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -81,6 +81,40 @@ NOT_REUSABLE = {
     "recurrent_gemma": "it keeps recurrent states, before transformers 5.24 outside of a cache",
 }
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+
+
+class ModelSpec:
+    """What a model's config says of its layers, as it was when it was read.
+
+    Attributes:
+        whole_config: the model's; `config` its decoder's; `attending` that in which the decoder
+            looks up its attention implementation.
+        windows: the layers to keep in blocks, and the tokens that a query of each looks back on.
+        stateful_layers: the layers that keep something outside of the blocks.
+        plain_layers: the layers of transformers' own cache, empty; what a cache's are made of.
+        media_tokens: the token ids that stand for a part of an image, video or sound.
+
+    Raises:
+        ValueError: there is nothing to page.
+    """
+
+    def __init__(self, whole_config: PreTrainedConfig):
+        self.whole_config = whole_config
+        self.config, self.attending = decoder_config(whole_config), attending_config(whole_config)
+        check_cacheable(self.config)
+        self.windows = paged_windows(self.config)
+        self.stateful_layers = stateful_layers(self.config)
+        self.plain_layers = dynamic_layers(self.config)
+        self.media_tokens = media_tokens(whole_config)
+
+    @cached_property
+    def longest_prefix(self) -> int | None:
+        """The longest prompt whose beginning can be reused, None for any.
+
+        Raises:
+            ValueError: the model's prefixes cannot be reused exactly.
+        """
+        return longest_prefix(self.whole_config)
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -21,6 +21,7 @@ class LayerStorage:
         given_dtype: dtype of the K/V as the model computes them.
 
     Attributes:
+        kind: what a kernel needs to know of the memory; equal for layers that are alike.
         keys, values: [num_blocks, block_size, kv_heads, head_dim].
         padded_keys, padded_values: the same memory with the zeros behind each head.
         key_slots, value_slots: the same memory as `keys` as [slots, kv_heads, head_dim].
@@ -35,6 +36,10 @@ class LayerStorage:
     ):
         self._dims, self.given_dtype = dims, given_dtype
         self._set(keys, values)
+        shapes = self.padded_keys.shape[2:], self.padded_values.shape[2:]
+        self.kind = (*shapes, dims, keys.dtype, given_dtype, keys.device)
+        heads = self.keys.shape[2], self.values.shape[2]
+        self._expected = (*heads, *dims, given_dtype, given_dtype, keys.device, keys.device)
 
     def _set(self, padded_keys: torch.Tensor, padded_values: torch.Tensor) -> None:
         keys, values = padded_keys[..., : self._dims[0]], padded_values[..., : self._dims[1]]
@@ -45,6 +50,10 @@ class LayerStorage:
 
     def refusal(self, keys: torch.Tensor, values: torch.Tensor) -> str | None:
         """Why K/V ([batch, kv_heads, tokens, head_dim]) cannot be stored here, None if they can."""
+        k, v = keys.shape, values.shape
+        given = (k[1], v[1], k[3], v[3], keys.dtype, values.dtype, keys.device, values.device)
+        if given == self._expected:
+            return None
         for name, stored, new in (("K", self.keys, keys), ("V", self.values, values)):
             _, _, heads, dim = stored.shape
             if new.shape[1] != heads or new.shape[3] != dim:

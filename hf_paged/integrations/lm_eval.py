@@ -26,9 +26,10 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from ..cache import PagedCache, argument_names, cache_argument
+from ..cache import PagedCache
 from ..core.allocator import PoolExhausted
 from ..pool import BlockPool
+from ..prefill import argument_names, cache_argument
 
 # (the texts or None, the context's tokens, the continuation's tokens)
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -77,7 +78,7 @@ class PagedHFLM(HFLM):
             raise ValueError("hf-paged has no place for PEFT's virtual tokens; use --model hf.")
         self.model.set_attn_implementation("hf_paged")
         self.pool = BlockPool(self.model, block_size=block_size, max_memory=max_memory)
-        self._longest_prefix = self.pool.longest_prefix
+        self._longest_prefix = self.pool.model.spec.longest_prefix
 
     def _loglikelihood_tokens(
         self,

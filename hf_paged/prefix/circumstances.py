@@ -55,14 +55,6 @@ def may_change_states(watched: Watched) -> bool:
     )
 
 
-def autocast_dtype() -> str | None:
-    """What autocast computes in where it is on, for the thread that asks."""
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    dtypes = [str(torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
-    return " ".join(dtypes) or None
-
-
 def _looks_on(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func

@@ -6,6 +6,7 @@ the same in each process.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -16,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from .circumstances import Watched, watched
+from ..core.model_spec import ModelSpec, decoder_config, paged_windows
+from ..serialization import Unfit
+from .circumstances import Watched, may_change_states, watched
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What a config says without changing any K/V, each bit of which tests/architectures/test_configs.py
@@ -69,6 +72,63 @@ RELEVANT = {
 _version = attrgetter("_version")
 
 ExtraKey = str | int | bytes | tuple["ExtraKey", ...] | None
+
+
+class ModelIdentity:
+    """What the K/V of a pool are of: a config and, where the model itself is known, its weights.
+
+    Args:
+        config: of the whole model.
+        model: the model, if more than its config is known.
+
+    Attributes:
+        spec: what the config says of the layers.
+    """
+
+    def __init__(self, config: PreTrainedConfig, model: torch.nn.Module | None):
+        self.spec, self._model = ModelSpec(config), model
+        self._watched = Watched([], [])  # of the model, as `identity` last found it
+        self._note_config()
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the model is, if it is known."""
+        return None if self._model is None else next(self._model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What the model computes in, if it is known."""
+        return getattr(self._model, "dtype", None)
+
+    def identity(self) -> str:
+        """What K/V depend on besides tokens and extra keys: config, and weights where known.
+
+        Raises:
+            ValueError: layers look back on other numbers of tokens than when this was made, or the
+                weights cannot be read.
+        """
+        config = self.spec.whole_config
+        if config_facts(config) != self._facts:
+            if paged_windows(decoder_config(config)) != self.spec.windows:
+                raise ValueError(
+                    "The layers in the model's config, or their windows, are no longer those that "
+                    "the pool was made for; make a new pool."
+                )
+            self.spec = ModelSpec(config)
+            self._note_config()
+        weights, adapters = None, None
+        if self._model is not None:
+            weights, adapters, self._watched = read_model(self._model)
+        return json.dumps({"config": self._fingerprint, "weights": weights, "adapters": adapters})
+
+    def _note_config(self) -> None:
+        config = self.spec.whole_config
+        self._facts = copy.deepcopy(config_facts(config))
+        self._fingerprint = config_fingerprint(config)
+
+    def is_altered(self) -> bool:
+        """Whether the model, where it is known, may compute other K/V than its weights say now."""
+        return may_change_states(self._watched)
 
 
 def config_facts(config: PreTrainedConfig) -> list[dict[str, Any]]:
@@ -139,6 +199,13 @@ def refusal(saved: str, own: str) -> str | None:
     if theirs["adapters"] != ours["adapters"]:
         return "it was computed with other adapters, or with these in another state"
     return None
+
+
+def check_identity(saved: str, own: str) -> None:
+    """Raise Unfit if K/V of the identity `saved` are not for a pool of the identity `own`."""
+    reason = refusal(saved, own)
+    if reason is not None:
+        raise Unfit(reason)
 
 
 class _State:

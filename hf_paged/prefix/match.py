@@ -1,105 +1,94 @@
-"""Prompts reused across calls: from a batch of token ids to a cache that holds what is known."""
+"""Prompts reused across calls: what is known of a batch of token ids, what a cache adds to it."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ..arguments import padding_mask
-from ..cache import PagedCache
-from ..core.block_table import BlockTables, RowLayout, blocks_for, first_block
-from ..core.model_spec import POSITIONS_WITH_PADDING
+from ..core.block_table import blocks_for, first_block
+from ..core.forward import CacheState
+from ..core.kv_storage import KVStorage
+from ..core.model_spec import POSITIONS_WITH_PADDING, ModelSpec
+from ..core.provenance import Model
+from ..core.row_layout import RowLayout
+from ..core.rows import settled_tables
 from ..serialization import Snapshot
-from .circumstances import autocast_dtype
-from .radix import Key, longest_readable
-
-if TYPE_CHECKING:
-    from ..pool import BlockPool
+from .identity import check_identity
+from .radix import Key, PrefixIndex, longest_readable
 
 
-def match_prefix(
-    pool: BlockPool,
+def match(
+    index: PrefixIndex,
+    spec: ModelSpec,
     key: Key,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    num_return_sequences: int,
-) -> PagedCache:
-    """A cache that holds what the index knows of the prompts; see `BlockPool.match_prefix`."""
+) -> tuple[RowLayout, list[np.ndarray]]:
+    """What is known of prompts: the tokens of each row, and for each group the table of the blocks
+    that hold them. Whoever calls this holds the allocator's lock until it holds the blocks too.
+
+    Raises:
+        ValueError: see `BlockPool.match_prefix`.
+    """
     prompts, padding = _prompts(input_ids, attention_mask)
-    _check_positions(pool, np.arange(input_ids.shape[1]) >= padding[:, None])
-    _check_length(pool, input_ids.shape[1])
-    with pool.lock, pool.change:
-        pool.collect()
-        found = [pool.index.match(key, prompt) for prompt in prompts]
-        ends = padding + [length for length, _ in found]
-        columns = min(int(ends.min()), input_ids.shape[1] - 1)
-        is_media = np.isin(input_ids.cpu().numpy(), pool.media_tokens)
-        blocks_of_rows = [blocks for _, blocks in found]
-        columns = _readable_columns(pool, columns, padding, is_media, blocks_of_rows)
-        tokens = RowLayout(columns, np.maximum(columns - padding, 0))
-        pool.matched_tokens += int(tokens.lengths.sum())
-        pool.hits += int(np.count_nonzero(tokens.lengths))
-        pool.misses += int(np.count_nonzero(tokens.lengths == 0))
-        if not columns:
-            return PagedCache(pool=pool)
-        tables = [
-            _table(
-                tokens, first_block(group, tokens), [held[index] for held in blocks_of_rows], pool
-            )
-            for index, group in enumerate(pool.groups)
-        ]
-        rows = np.arange(len(prompts)).repeat(num_return_sequences)
-        held = BlockTables.holding(pool, tokens.select(rows), [table[rows] for table in tables])
-    cache = PagedCache.holding(held, key[0], autocast_dtype())
-    cache.note_ids(input_ids.cpu().numpy()[rows])
-    return cache
+    _check_positions(spec, np.arange(input_ids.shape[1]) >= padding[:, None])
+    _check_length(spec, input_ids.shape[1])
+    found = [index.match(key, prompt) for prompt in prompts]
+    ends = padding + [length for length, _ in found]
+    columns = min(int(ends.min()), input_ids.shape[1] - 1)
+    is_media = np.isin(input_ids.cpu().numpy(), spec.media_tokens)
+    blocks_of_rows = [blocks for _, blocks in found]
+    columns = _readable_columns(index, columns, padding, is_media, blocks_of_rows)
+    tokens = RowLayout(columns, np.maximum(columns - padding, 0))
+    index.note_use(tokens.lengths)
+    tables = [
+        _table(
+            tokens, first_block(group, tokens), [b[at] for b in blocks_of_rows], group.block_size
+        )
+        for at, group in enumerate(index.groups)
+    ]
+    return tokens, tables
 
 
-def insert_prefix(
-    pool: BlockPool,
+def insert(
+    index: PrefixIndex,
     key: Key,
-    cache: PagedCache,
-    sequences: torch.Tensor,
+    state: CacheState,
+    ids: np.ndarray,
     attention_mask: torch.Tensor | None,
 ) -> int:
-    """Index the tokens that a cache holds; see `BlockPool.insert_prefix`."""
-    if not isinstance(cache, PagedCache):
-        raise ValueError(
-            f"cache must be the PagedCache that computed the sequences, not {type(cache).__name__}."
-        )
-    if cache.pool is not pool:
-        raise ValueError("The cache is of another pool; insert it into cache.pool.")
-    if cache.has_other_states:
-        raise ValueError(
-            "Prefixes of this model cannot be reused: it keeps states in layers that are not in "
-            "blocks; use plain caches."
-        )
-    if cache.identity not in (None, key[0]):
+    """Index the tokens that a cache holds; returns how many are known that were not.
+
+    Raises:
+        ValueError: see `BlockPool.insert_prefix`.
+    """
+    spec, provenance = state.model.spec, state.provenance
+    if provenance.identity not in (None, key[0]):
         raise ValueError(
             "The model's config, weights or active adapters are not those that this cache was "
             "begun with, so its K/V are not what this model would compute; make a new cache."
         )
-    ids = sequences.cpu().numpy()
     if attention_mask is not None:
         attention_mask = padding_mask(attention_mask)
-    tables, known_columns = cache.known_tables()
-    tokens = tables.tokens
+    tables, provenance = settled_tables(state), state.provenance
+    tokens, known_columns = tables.tokens, provenance.known_columns
     columns = tokens.columns if known_columns is None else known_columns
     rows = _rows_of_sequences(len(tokens), ids, columns, known_columns is not None)
-    cache.check_ids(ids, rows)
+    provenance.check_ids(ids, rows, tokens)
     mask = tokens.mask()[rows, :columns]
     if (mask[:, :-1] & ~mask[:, 1:]).any():
         raise ValueError(
             "The cache has padding behind a token, so its positions are not those of the tokens "
             "alone; pad on the left."
         )
-    _check_length(pool, tokens.columns)
-    _check_positions(pool, mask)
-    stops = np.minimum(cache.own_columns[rows], columns)
-    if cache.may_hold_padding and (attention_mask is None or not bool(attention_mask.all())):
+    _check_length(spec, tokens.columns)
+    _check_positions(spec, mask)
+    stops = np.minimum(provenance.own_columns(tokens)[rows], columns)
+    is_padded = attention_mask is None or not bool(attention_mask.all())
+    if provenance.may_hold_padding and is_padded:
         raise ValueError(
             "The model did not ask the cache for its mask (it has another attn_implementation than "
             '"hf_paged", or was given a 4-D mask or a dict of them), so padding may be stored like '
@@ -114,38 +103,47 @@ def insert_prefix(
                 "The attention_mask is not the one that the cache was computed with; pass that of "
                 "the prompts, or none."
             )
-    with pool.lock, pool.change:
-        pool.collect()
-        fresh = 0
+    fresh, size = 0, index.block_size
+    with state.allocator.lock, state.allocator.change:
+        state.allocator.collect()
         for row, row_ids, is_token, stop in zip(rows, ids, mask, stops, strict=True):
             known = row_ids[:stop][is_token[:stop]].tolist()
             if stop < tokens.columns:  # a block with other tokens behind these stays the row's
-                known = known[: len(known) // pool.block_size * pool.block_size]
-            fresh += pool.index.insert(key, known, [table[row] for table in tables.tables])
+                known = known[: len(known) // size * size]
+            fresh += index.insert(key, known, [table[row] for table in tables.tables])
         return fresh
 
 
-def save_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> None:
-    """Write each path from a root to a leaf as a row."""
-    with pool.lock:
-        identity = pool.identity()
-        paths = [(key[1], nodes) for key, nodes in pool.index.paths() if key[0] == identity]
+def save_prefixes(
+    index: PrefixIndex, storage: KVStorage, identity: str, path: str | os.PathLike[str]
+) -> None:
+    """Write each path from a root to a leaf, of this identity, as a row."""
+    with storage.allocator.lock:
+        paths = [(key[1], nodes) for key, nodes in index.paths() if key[0] == identity]
         lengths = [sum(len(node.label) for node in nodes) for _, nodes in paths]
         width = max((len(nodes) for _, nodes in paths), default=1)
-        tables = [np.full((len(paths), width), -1, np.int64) for _ in pool.groups]
+        tables = [np.full((len(paths), width), -1, np.int64) for _ in index.groups]
         for row, (_, nodes) in enumerate(paths):
             for group, table in enumerate(tables):
                 table[row, : len(nodes)] = [node.blocks[group] for node in nodes]
-        snapshot = Snapshot.take(pool, np.array(lengths, np.int64), tables)
+        snapshot = Snapshot.take(storage, np.array(lengths, np.int64), tables)
     snapshot.facts["extra_keys"] = [extra for extra, _ in paths]
     tokens = [token for _, nodes in paths for node in nodes for token in node.label]
     snapshot.arrays["tokens"] = np.array(tokens, np.int64)
-    snapshot.save(path, pool, "prefixes", identity)
+    snapshot.save(path, storage, "prefixes", identity)
 
 
-def load_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> int:
+def load_prefixes(
+    index: PrefixIndex, storage: KVStorage, model: Model, path: str | os.PathLike[str]
+) -> int:
     """Insert each row of a file, in the order in which they were last used."""
-    snapshot, _ = Snapshot.load(path, "prefixes", lambda **kwargs: pool)
+    identity = model.identity()
+
+    def target(saved: str, **kwargs: object) -> KVStorage:
+        check_identity(saved, identity)
+        return storage
+
+    snapshot = Snapshot.load(path, "prefixes", target)
     extra_keys, tokens = snapshot.facts.get("extra_keys"), snapshot.arrays.get("tokens")
     lengths = snapshot.lengths
     if (
@@ -157,20 +155,20 @@ def load_prefixes(pool: BlockPool, path: str | os.PathLike[str]) -> int:
         or tokens.shape != (lengths.sum(),)
     ):
         raise ValueError(f"{path} cannot be loaded: its tokens do not fit its rows.")
-    identity = pool.identity()
-    with pool.lock, pool.change:
-        tables = snapshot.place(pool, RowLayout(int(lengths.max(initial=0)), lengths))
+    layout = RowLayout(int(lengths.max(initial=0)), lengths)
+    with storage.allocator.lock, storage.allocator.change:
+        tables = snapshot.place(storage, layout, storage.device or model.device)
         rows = np.split(tokens, lengths.cumsum()[:-1]) if len(lengths) else []
         fresh = sum(
-            pool.index.insert((identity, extra), row.tolist(), [t[index] for t in tables.tables])
-            for index, (extra, row) in enumerate(zip(extra_keys, rows, strict=True))
+            index.insert((identity, extra), row.tolist(), [t[at] for t in tables.tables])
+            for at, (extra, row) in enumerate(zip(extra_keys, rows, strict=True))
         )
         tables.release()
     return fresh
 
 
-def _check_positions(pool: BlockPool, mask: np.ndarray) -> None:
-    kinds = {pool.whole_config.model_type, pool.config.model_type} & POSITIONS_WITH_PADDING
+def _check_positions(spec: ModelSpec, mask: np.ndarray) -> None:
+    kinds = {spec.whole_config.model_type, spec.config.model_type} & POSITIONS_WITH_PADDING
     if kinds and not mask.all():
         raise ValueError(
             f"A {kinds.pop()} model counts padding as positions, so padded prompts have "
@@ -178,8 +176,8 @@ def _check_positions(pool: BlockPool, mask: np.ndarray) -> None:
         )
 
 
-def _check_length(pool: BlockPool, columns: int) -> None:
-    longest = pool.longest_prefix
+def _check_length(spec: ModelSpec, columns: int) -> None:
+    longest = spec.longest_prefix
     if longest is not None and columns > longest:
         raise ValueError(
             f"Prefixes of more than {longest} tokens cannot be reused, since this model's rotary "
@@ -229,7 +227,7 @@ def _rows_of_sequences(
 
 
 def _readable_columns(
-    pool: BlockPool,
+    index: PrefixIndex,
     columns: int,
     padding: np.ndarray,
     is_media: np.ndarray,
@@ -246,7 +244,7 @@ def _readable_columns(
             ends.append(int(others[-1]) + 1 if len(others) else 0)
         for pad, held in zip(padding, blocks, strict=True):
             length = max(columns - int(pad), 0)
-            readable = longest_readable(length, held, pool.groups, pool.block_size)
+            readable = longest_readable(length, held, index.groups, index.block_size)
             if readable < length:
                 ends.append(int(pad) + readable)
         if min(ends) == columns:
@@ -255,10 +253,10 @@ def _readable_columns(
 
 
 def _table(
-    tokens: RowLayout, firsts: np.ndarray, blocks: list[np.ndarray], pool: BlockPool
+    tokens: RowLayout, firsts: np.ndarray, blocks: list[np.ndarray], size: int
 ) -> np.ndarray:
     """int32 [rows, width], of each row's `blocks` those that its tokens need."""
-    stops = blocks_for(tokens.lengths, pool.block_size)
+    stops = blocks_for(tokens.lengths, size)
     table = np.full((len(tokens), max(int(stops.max()), 1)), -1, np.int32)
     for row, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
         table[row, first:stop] = blocks[row][first:stop]

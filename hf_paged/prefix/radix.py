@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from ..core.allocator import BlockGroup
+from ..core.allocator import BlockGroup
 
 Key = tuple[str, str]  # the model's identity, the extra key
 Label = tuple[int, ...]
@@ -62,7 +61,8 @@ class PrefixIndex:
     """
 
     def __init__(self, groups: Sequence[BlockGroup], block_size: int):
-        self._groups, self._size = groups, block_size
+        self.groups, self.block_size = groups, block_size
+        self.hits = self.misses = self.matched_tokens = 0
         self._roots: dict[Key, Node] = {}
         # How many nodes hold a block: more than one if a cache was indexed under several keys.
         self._holds: list[Counter[int]] = [Counter() for _ in groups]
@@ -81,8 +81,14 @@ class PrefixIndex:
         self._use(path)
         return length, [
             np.array([node.blocks[group] for node in path], np.int32)
-            for group in range(len(self._groups))
+            for group in range(len(self.groups))
         ]
+
+    def note_use(self, lengths: np.ndarray) -> None:
+        """Count prompts of which so many tokens (int64 [prompts]) need not be computed."""
+        self.matched_tokens += int(lengths.sum())
+        self.hits += int(np.count_nonzero(lengths))
+        self.misses += int(np.count_nonzero(lengths == 0))
 
     def insert(self, key: Key, tokens: Sequence[int], tables: Sequence[np.ndarray]) -> int:
         """Index `tokens`, whose K/V are in the blocks of `tables` (a row's table of each group).
@@ -158,7 +164,7 @@ class PrefixIndex:
         nodes.sort(key=lambda node: (used[node], -depth[node]))
         holds: list[Counter[int]] = [
             Counter(node.blocks[group] for node in nodes if node.blocks[group] >= 0)
-            for group in range(len(self._groups))
+            for group in range(len(self.groups))
         ]
         order = OrderedDict.fromkeys(nodes)
         self._order, self._holds = order, holds
@@ -187,8 +193,10 @@ class PrefixIndex:
             assert parent is not None, "a removed node is in the order of use"
             assert parent.children.get(node.label) is node, "a node is not its parent's child"
             assert all(child in seen for child in node.children.values()), "used before its child"
-            assert 0 < len(node.label) <= self._size, "a label is empty or longer than a block"
-            assert not node.children or len(node.label) == self._size, "an inner label is too short"
+            assert 0 < len(node.label) <= self.block_size, "a label is empty or longer than a block"
+            assert not node.children or len(node.label) == self.block_size, (
+                "an inner label is too short"
+            )
             seen.add(node)
         reachable, nodes = 0, list(self._roots.values())
         while nodes:
@@ -198,7 +206,10 @@ class PrefixIndex:
         assert reachable == len(seen), "a node of the tree is not in the order of use"
 
     def _labels(self, tokens: Sequence[int]) -> list[Label]:
-        return [tuple(tokens[at : at + self._size]) for at in range(0, len(tokens), self._size)]
+        return [
+            tuple(tokens[at : at + self.block_size])
+            for at in range(0, len(tokens), self.block_size)
+        ]
 
     def _walk(self, key: Key, tokens: Sequence[int]) -> tuple[list[Node], int]:
         """The nodes that hold the longest known prefix of `tokens`, and its length."""
@@ -250,7 +261,7 @@ class PrefixIndex:
     ) -> None:
         """Let a row's tables use the node's blocks; where it has none it gets the row's, unless
         the row has not all of its tokens."""
-        for at, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+        for at, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             mine, known = int(table[index]), node.blocks[at]
             if mine < 0 or mine == known:
                 continue
@@ -270,7 +281,7 @@ class PrefixIndex:
     def _plan(self, enough: Callable[[list[int]], bool]) -> _Eviction:
         """First whole nodes, once their children have gone. If those are too few, nodes that a
         cache builds on lose the blocks of groups whose window has left them behind."""
-        plan = _Eviction([0] * len(self._groups), {}, [])
+        plan = _Eviction([0] * len(self.groups), {}, [])
         dropped: Counter[tuple[int, int]] = Counter()
 
         def drop(node: Node, groups: list[int]) -> None:
@@ -292,7 +303,7 @@ class PrefixIndex:
             if enough(plan.freed):
                 break
             if node not in plan.nodes:
-                left = [g for g in self._unused(node) if self._groups[g].window is not None]
+                left = [g for g in self._unused(node) if self.groups[g].window is not None]
                 plan.blocks.append((node, left))
                 drop(node, left)
         return plan
@@ -301,19 +312,19 @@ class PrefixIndex:
         """The groups whose block of the node nothing but the index holds."""
         return [
             index
-            for index, (group, block) in enumerate(zip(self._groups, node.blocks, strict=True))
+            for index, (group, block) in enumerate(zip(self.groups, node.blocks, strict=True))
             if block >= 0 and group.ref_counts[block] == self._holds[index][block]
         ]
 
     def _hold(self, group: int, block: int) -> None:
-        self._groups[group].incref(np.array([block]))
+        self.groups[group].incref(np.array([block]))
         self._holds[group][block] += 1
 
     def _let_go(self, node: Node, groups: Iterable[int]) -> None:
         for group in groups:
             block = node.blocks[group]
             if block >= 0:
-                self._groups[group].decref(np.array([block]))
+                self.groups[group].decref(np.array([block]))
                 self._holds[group][block] -= 1
                 node.blocks[group] = -1
 

@@ -104,7 +104,7 @@ def groups(cache: PagedCache) -> str:
         f"{len(group.layers)} {'full' if group.window is None else f'of window {group.window}'}"
         for group in cache.pool.groups
     ]
-    states = len(cache.pool.stateful_layers)
+    states = len(cache.pool.model.spec.stateful_layers)
     return ", ".join(parts) + (f"; {states} with other states" if states else "")
 
 

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
-from hf_paged.cache import cache_argument
+from hf_paged.prefill import cache_argument
 from hf_paged.prefix.identity import IRRELEVANT, RELEVANT, config_fingerprint
 
 from . import test_causal, test_encoder_decoder

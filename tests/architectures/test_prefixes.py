@@ -12,8 +12,8 @@ import transformers
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
 
 from hf_paged import BlockPool, PagedCache
-from hf_paged.cache import argument_names, cache_argument
 from hf_paged.core.model_spec import longest_prefix
+from hf_paged.prefill import argument_names, cache_argument
 
 from . import test_causal
 from .compare import Inputs, generate, greedy, same_logits, text_inputs

@@ -140,7 +140,7 @@ def test_a_failed_forward_is_not_continued(name: str) -> None:
     cache = PagedCache(config=model.config, block_size=4)
     expected = step(model, PagedCache(config=model.config, block_size=4), ids)
     step(model, cache, ids)
-    layers = [i for i in range(len(cache.layers)) if i in cache.pool.group_of_layer]
+    layers = [i for i in range(len(cache.layers)) if i in cache.pool.storage.group_of_layer]
     hook = model.model.layers[layers[0]].register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         step(model, cache, ids[:, :1])

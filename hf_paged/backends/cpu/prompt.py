@@ -38,7 +38,7 @@ class CPUBackend:
             out = runner.attend(call)
             if out is not None:
                 return out
-        step = call.group.step
+        step = call.metadata.step
         is_even = step.num_tokens == len(step) * step.columns
         is_causal = call.softcap is None and not call.first_visible.any()
         if is_even and is_causal and not step.before.lengths.any():
@@ -48,7 +48,7 @@ class CPUBackend:
 
 def _attend_prompts(call: AttentionCall) -> torch.Tensor:
     """All rows at once, when they are equally long and nothing is cached."""
-    rows = len(call.group.step)
+    rows = len(call.metadata.step)
     query, keys, values = (
         states.view(rows, -1, *states.shape[1:]) for states in (call.query, call.keys, call.values)
     )
@@ -57,7 +57,7 @@ def _attend_prompts(call: AttentionCall) -> torch.Tensor:
 
 
 def _attend_row(call: AttentionCall, row: int) -> torch.Tensor:
-    start, stop = call.group.step.token_starts[row : row + 2]
+    start, stop = call.metadata.step.token_starts[row : row + 2]
     if start == stop:
         return call.query.new_empty((0, call.query.shape[1], call.values.shape[2]))
     if call.softcap is not None:
@@ -69,7 +69,7 @@ def _attend_row(call: AttentionCall, row: int) -> torch.Tensor:
             for lower in range(start, stop, WINDOW_CHUNK)
         ]
         return torch.cat(parts)
-    past = int(call.group.step.before.lengths[row])
+    past = int(call.metadata.step.before.lengths[row])
     new = slice(start, stop)
     if stop - start == 1:
         return _attend_one(call, row, start, int(begin[0]), past)
@@ -128,7 +128,7 @@ def _visible(call: AttentionCall, row: int, start: int, stop: int) -> tuple[torc
     Returns:
         K and V, each [1, tokens, kv_heads, dim], and bool [stop - start, tokens].
     """
-    step = call.group.step
+    step = call.metadata.step
     begin = torch.from_numpy(call.first_visible[start:stop])
     position = torch.from_numpy(step.token_position[start:stop])
     past, row_start = int(step.before.lengths[row]), int(step.token_starts[row])
@@ -144,7 +144,7 @@ def _visible(call: AttentionCall, row: int, start: int, stop: int) -> tuple[torc
 
 def _cached(call: AttentionCall, row: int, start: int, stop: int) -> tuple[torch.Tensor, ...]:
     """K and V of tokens `start` to `stop` of a row, each [1, tokens, kv_heads, dim]."""
-    slots = call.group.row_slots(row, start, stop)
+    slots = call.metadata.row_slots(row, start, stop)
     return tuple(
         stored.index_select(0, slots).to(call.query.dtype)[None]
         for stored in (call.storage.key_slots, call.storage.value_slots)

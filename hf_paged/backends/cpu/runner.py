@@ -33,7 +33,7 @@ class Plan:
     """Which tokens each task reads and where its results go: the arrays behind a `Call`.
 
     Args:
-        group: the step's index arrays.
+        metadata: the step's index arrays.
         begin: int64 [tokens], the first token of its row that each new token looks at.
         heads: query heads of a layer.
         value_dim: head_dim of its values.
@@ -41,9 +41,14 @@ class Plan:
     """
 
     def __init__(
-        self, group: AttentionMetadata, begin: np.ndarray, heads: int, value_dim: int, threads: int
+        self,
+        metadata: AttentionMetadata,
+        begin: np.ndarray,
+        heads: int,
+        value_dim: int,
+        threads: int,
     ):
-        step = group.step
+        step = metadata.step
         starts, has_new = step.token_starts, step.counts > 0
         end = step.token_position + 1
         # The tokens of each row that any of its queries looks at; a row's first never decrease.
@@ -64,7 +69,7 @@ class Plan:
         self.threads = min(threads, len(row))
         self._counters = np.zeros(len(step) + 1, np.int64)
         arrays = {
-            "table": np.ascontiguousarray(group.table),
+            "table": np.ascontiguousarray(metadata.table),
             "spans": np.stack([begin, end], axis=1),
             "query_starts": starts,
             "tasks": np.stack([row, start, stop, offset[:-1]], axis=1),
@@ -81,10 +86,10 @@ class Plan:
             rows=len(step),
             heads=heads,
             value_dim=value_dim,
-            table_width=group.table.shape[1],
+            table_width=metadata.table.shape[1],
             num_tasks=len(row),
             results=results,
-            block_size=group.block_size,
+            block_size=metadata.block_size,
         )
 
     def run(self, function: Any, call: AttentionCall) -> torch.Tensor:
@@ -128,13 +133,13 @@ def _shown_runs(
 
 def refusal(call: AttentionCall) -> str | None:
     """Why the kernel does not compute `call`, or None if it does."""
-    if call.softcap is None and call.group.step.most_new > MAX_QUERIES:
+    if call.softcap is None and call.metadata.step.most_new > MAX_QUERIES:
         return "many queries"
     if call.query.dtype not in DTYPES or call.storage.keys.dtype != call.query.dtype:
         return f"{call.query.dtype} queries on {call.storage.keys.dtype} K/V"
     if not (call.storage.key_slots.is_contiguous() and call.storage.value_slots.is_contiguous()):
         return "K/V stored by another backend, with padding"
-    if not call.group.stores_all:
+    if not call.metadata.stores_all:
         return "new tokens that leave the window at once"
     return unavailable()
 
@@ -163,9 +168,9 @@ def _attend(call: AttentionCall) -> torch.Tensor:
     # OpenMP's threads do not survive a fork.
     threads = torch.get_num_threads() if os.getpid() == _PROCESS else 1
     # The layers share the array of first tokens itself, so it tells one pattern from another.
-    plan = call.group.memo(
+    plan = call.metadata.memo(
         ("cpu plan", id(begin), heads, value_dim, threads),
-        lambda: Plan(call.group, begin, heads, value_dim, threads),
+        lambda: Plan(call.metadata, begin, heads, value_dim, threads),
     )
     return plan.run(function, call).to(call.query.dtype)
 
