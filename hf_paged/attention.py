@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 
 from .backends import AttentionCall, Backend, backend_for
 from .backends.dense import causal_mask, reference_attention
-from .core.metadata import AttentionMetadata, LayerStates, MaskFacts, Pattern
+from .core.metadata import AttentionMetadata, LayerStates, MaskFacts, Pattern, without_graph
 from .core.model_spec import NAME, models_of
 from .view import (
     COMPILED,
@@ -261,11 +261,8 @@ class LayerPlan:
     ) -> AttentionCall:
         """What the backend gets for one layer."""
         return AttentionCall(
-            query=states.metadata.step.unpad(query.detach()),
-            keys=states.token_keys,
-            values=states.token_values,
-            storage=states.storage,
-            metadata=states.metadata,
+            query=states.metadata.step.unpad(without_graph(query)),
+            states=states,
             pattern=self.pattern,
             first_visible=self.first_visible,
             scaling=self.scaling,
@@ -323,11 +320,11 @@ def _make_plan(
     if isinstance(backend, str):
         return backend
     states, metadata = pages.states, pages.states.metadata
-    step, (_, kv_heads, head_dim) = metadata.step, states.token_keys.shape
+    step, (_, kv_heads, _, head_dim) = metadata.step, states.keys.shape
     if (
         (query.shape[0], query.shape[2], query.shape[3]) != (len(step), step.columns, head_dim)
         or query.shape[1] % kv_heads
-        or query.dtype != states.token_keys.dtype
+        or query.dtype != states.keys.dtype
     ):
         return OF_ANOTHER_STEP
     pattern = _pattern(mask, metadata, is_causal)

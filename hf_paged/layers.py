@@ -151,17 +151,19 @@ class PagedLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if torch.compiler.is_compiling():
             return _mask_sizes(self, query_length)
-        state, attention = self._state, self._reader.config._attn_implementation
+        state, config = self._state, self._reader.config
         window, tokens = state.storage.group(self._index).window, state.tokens_of(self._index)
         length, offset = shown_columns(window, tokens.columns, query_length)
         if tokens is not state.complete:
             return length, offset  # a layer asks that has the step's tokens: no mask of this step
-        # Where ours is not asked for a mask next, the one that is there is of another forward; a
-        # hook may ask in the middle of one.
-        if other_attention(self._reader.config) is not None and not is_inside_model():
-            state.masks.drop()
-        # That of flex_attention is compiled code, and compiled anew for every int of ours.
-        return length if attention == "flex_attention" else KVLength(length, state), offset
+        if other_attention(config) is not None:
+            # Ours is not asked for a mask next, so the one that is there is of another forward; a
+            # hook may ask in the middle of one.
+            if not is_inside_model():
+                state.masks.drop()
+            if config._attn_implementation == "flex_attention":
+                return length, offset  # it is compiled code, and anew for every int of ours
+        return KVLength(length, state), offset
 
     def crop(self, tokens_to_remove: int) -> None:
         raise self._not_alone("crop(...)")

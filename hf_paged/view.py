@@ -124,8 +124,8 @@ class LayerPages:
         """(keys, values) without data, for whatever can read blocks or densifies them."""
         keys, values, storage = self.states.keys, self.states.values, self.states.storage
         return (
-            without_gradient(keys, PagedView, self, keys, storage.keys),
-            without_gradient(values, PagedView, self, values, storage.values),
+            without_gradient(keys, PagedView.of, self, keys, storage.keys),
+            without_gradient(values, PagedView.of, self, values, storage.values),
         )
 
     def tensors(self, reason: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,9 +267,12 @@ class PagedView(Densifying):
     _blocks: torch.Tensor
     _dense: torch.Tensor | None
 
-    @staticmethod
-    def __new__(cls, pages: LayerPages, new: torch.Tensor, blocks: torch.Tensor) -> PagedView:
-        shape = (new.shape[0], new.shape[1], pages.states.metadata.kv_length, new.shape[3])
+    @classmethod
+    def of(cls, pages: LayerPages, new: torch.Tensor, blocks: torch.Tensor) -> PagedView:
+        """The view of `blocks` that the new states end."""
+        # To call the class itself takes torch twice as long.
+        rows, heads, _, dim = new.shape
+        shape = rows, heads, pages.states.metadata.kv_length, dim
         view = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=new.dtype, device=new.device)
         view.pages, view._new, view._blocks, view._dense = pages, new, blocks, None
         return view

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from ..core.metadata import AttentionMetadata, Pattern
+from ..core.metadata import AttentionMetadata, LayerStates, Pattern
 from ..core.storage import LayerStorage
 
 
@@ -21,10 +21,8 @@ class AttentionCall:
 
     Attributes:
         query: [tokens, heads, head_dim].
-        keys, values: the step's new states, [tokens, kv_heads, head_dim].
-        storage: the layer's blocks. They hold the new states too, but for those that no later
-            query can see.
-        metadata: the step's index arrays.
+        states: the layer's K/V: new ones and blocks, which hold the new ones too, but for those
+            that no later query can see.
         pattern: what the mask allows, in columns.
         first_visible: int64 [tokens], on the host.
         scaling: factor on q k^T.
@@ -33,15 +31,36 @@ class AttentionCall:
     """
 
     query: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    storage: LayerStorage
-    metadata: AttentionMetadata
+    states: LayerStates
     pattern: Pattern
     first_visible: np.ndarray
     scaling: float
     softcap: float | None
     sinks: torch.Tensor | None
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """The step's new keys, [tokens, kv_heads, head_dim]."""
+        return self.states.token_keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The step's new values, [tokens, kv_heads, head_dim]."""
+        return self.states.token_values
+
+    @property
+    def value_dim(self) -> int:
+        return self.states.values.shape[3]
+
+    @property
+    def storage(self) -> LayerStorage:
+        """The layer's blocks."""
+        return self.states.storage
+
+    @property
+    def metadata(self) -> AttentionMetadata:
+        """The step's index arrays."""
+        return self.states.metadata
 
 
 @runtime_checkable

@@ -154,7 +154,7 @@ class _Plan:
         self._passes.append(_Pass(call, stream, requests, pages))
 
     def run(self, call: AttentionCall) -> torch.Tensor:
-        value_dim = call.values.shape[2]
+        value_dim = call.value_dim
         if not self._passes:
             return call.query.new_empty((0, call.query.shape[1], value_dim))
         storage = call.storage

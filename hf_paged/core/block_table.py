@@ -127,9 +127,10 @@ class BlockTables:
                 AllocationPlan(self, index, tokens, keep_past, sharing)
                 for index in range(len(self.allocator.groups))
             ]
-            taken = self.allocator.allocate([need.count for need in needs])
-            for need, blocks in zip(needs, taken, strict=True):
-                self.allocator.copies += need.fill(blocks)
+            if not all(need.is_met for need in needs):
+                taken = self.allocator.allocate([need.count for need in needs])
+                for need, blocks in zip(needs, taken, strict=True):
+                    self.allocator.copies += need.fill(blocks)
             self.tokens = tokens
 
     def unshare(self, where: Sequence[np.ndarray]) -> None:
@@ -304,10 +305,17 @@ class AllocationPlan:
         self.rows = self.rows[copies]
         self.last = last[self.rows]
         self.count = int(self.fresh.sum()) + len(self.rows)
+        self.width = int((self.starts + self.fresh).max(initial=0))
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the table is as it must be already."""
+        is_wide = self.width <= self.tables.tables[self.index].shape[1]
+        return is_wide and not self.count and not self.followers
 
     def fill(self, taken: np.ndarray) -> int:
         """Put the blocks `taken` into the table; returns how many were copies."""
-        table = self._widened(int((self.starts + self.fresh).max(initial=0)))
+        table = self._widened(self.width)
         copies, fresh = np.split(taken, [len(self.rows)])
         if len(copies):
             shared = table[self.rows, self.last].astype(np.int64)

@@ -26,7 +26,7 @@ from .kv_storage import KVStorage, StoredDims
 from .masks import StepMasks, ended_tokens
 from .metadata import AttentionMetadata, LayerStates, MaskFacts, Step
 from .provenance import Model, Provenance
-from .refusals import check_not_repeated, check_rows, check_states, is_step_again
+from .refusals import check_not_repeated, check_rows, checked_states, is_step_again
 from .row_layout import RowLayout, freed_among
 from .sharing import differing, find_sharing
 from .storage import is_debugging
@@ -147,12 +147,11 @@ class CacheState:
             if self._behind and not self._is_fresh:
                 self._forward.check_thread()
             self.check_usable()
-            check_states(layer, keys, values)
-            if keys.dtype != values.dtype:  # under autocast rotary embeddings leave K in float32
-                wider = torch.promote_types(keys.dtype, values.dtype)
-                keys, values = keys.to(wider), values.to(wider)
-            # First the storage, so that K/V of a wrong kind take no block.
-            storage = self.storage.of_layer(layer, keys, values, self.stored_dims)
+            storage = self.storage.stored(layer)
+            if storage is None or not storage.takes(keys, values):
+                keys, values = checked_states(layer, keys, values)
+                # First the storage, so that K/V of a wrong kind take no block.
+                storage = self.storage.of_layer(layer, keys, values, self.stored_dims)
             begins = self._has_failed or not (layer in self._behind or layer in self.idle)
             if self._is_fresh and self._fresh_step(keys.shape[0], keys.shape[2]) is None:
                 begins = True
@@ -172,24 +171,17 @@ class CacheState:
                 if begins or self._is_fresh:  # its first layer has come, from here on it counts
                     self._is_fresh, self.num_steps = False, self.num_steps + 1
                     self.provenance.note_step(step, self.model)
-                states = LayerStates(
-                    self._metadata[self.storage.group_of_layer[layer]],
-                    storage,
-                    keys,
-                    values,
-                    step.unpad(keys.detach()),
-                    step.unpad(values.detach()),
-                )
-                if (
-                    self._sharing is not None and not begins
-                ):  # the first layer's is how it was found
+                metadata = self._metadata[self.storage.group_of_layer[layer]]
+                states = LayerStates(metadata, storage, keys, values)
+                if self._sharing is not None and not begins:  # it was found by the first layer's
                     states.metadata = self._part(states, layer)
                 with self.allocator.lock:  # another thread may move this memory to make it grow
-                    states.metadata.write(storage, states.token_keys, states.token_values)
+                    states.metadata.write(states)
                 is_complete = self._behind <= {layer}
                 if is_complete:
                     self.masks.drop()
-                self._behind, self._has_failed = self._behind - {layer}, False
+                self._behind.discard(layer)
+                self._has_failed = False
                 if is_complete:
                     self._drop_whole()
             except BaseException:

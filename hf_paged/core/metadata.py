@@ -72,14 +72,15 @@ class Step:
         self.hidden = None if hidden is None or not hidden.any() else hidden
         self.columns = self.after.columns - before.columns
         self.counts = self.after.lengths - before.lengths
-        if new is None or new.all():
-            self._real = None
-            self.token_row = np.repeat(np.arange(len(before)), self.columns)
-            rank = np.tile(np.arange(self.columns), len(before))
-        else:
-            self._real = np.flatnonzero(new)
+        self._real = None if new is None or new.all() else np.flatnonzero(new)
+        if new is not None and self._real is not None:
             self.token_row = self._real // self.columns
             rank = new.cumsum(1).reshape(-1)[self._real] - 1
+        elif self.columns == 1:
+            self.token_row, rank = np.arange(len(before)), np.zeros(len(before), np.int64)
+        else:
+            self.token_row = np.repeat(np.arange(len(before)), self.columns)
+            rank = np.tile(np.arange(self.columns), len(before))
         self.token_position = before.lengths[self.token_row] + rank
         self.is_current = True
         self.ended_at: int | None = None  # the first column that its mask has ended a row at
@@ -107,6 +108,11 @@ class Step:
         at = at.view(rows, columns)
         moves = (position_ids != at) & (at >= 0)
         self.moved = moves.any(-1).view(-1, rows).any(0)
+
+    @property
+    def is_one_column(self) -> bool:
+        """Whether each row has one new token and no padding, as in most decode steps."""
+        return self.columns == 1 and self._real is None
 
     @property
     def num_tokens(self) -> int:
@@ -171,17 +177,17 @@ class Step:
 
     def unpad(self, states: torch.Tensor) -> torch.Tensor:
         """[rows, heads, columns, dim] -> [tokens, heads, dim], without the padding."""
-        index = self._real_index(states.device)
-        if index is None and self.columns == 1:
+        if self.is_one_column:
             return states.squeeze(2)
+        index = self._real_index(states.device)
         flat = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
         return flat if index is None else flat.index_select(0, index)
 
     def pad(self, states: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, dim] -> [rows, columns, heads, dim], zeros where a column is padding."""
-        index = self._real_index(states.device)
-        if index is None and self.columns == 1:
+        if self.is_one_column:
             return states.unsqueeze(1)
+        index = self._real_index(states.device)
         shape = (len(self), self.columns, *states.shape[1:])
         if index is not None:
             flat = states.new_zeros((shape[0] * shape[1], *shape[2:]))
@@ -239,13 +245,18 @@ class AttentionMetadata:
         self._on_device: dict[torch.device, list[torch.Tensor]] = {}
         self._memo: dict[Hashable, Any] = {}
 
-    def write(self, storage: LayerStorage, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write a layer's new K/V ([tokens, kv_heads, dim]) to their slots: not those that no later
-        query can see, nor those that another row writes."""
-        slots, *written = self.indices(keys.device)
+    def write(self, states: LayerStates) -> None:
+        """Write a layer's new K/V to their slots: not those that no later query can see, nor those
+        that another row writes."""
+        slots, *written = self.indices(states.keys.device)
         if written:
-            keys, values = (states.index_select(0, written[0]) for states in (keys, values))
-        storage.write(slots, keys, values)
+            keys, values = states.token_keys, states.token_values
+            keys, values = (new.index_select(0, written[0]) for new in (keys, values))
+        elif self.step.is_one_column:
+            keys, values = without_graph(states.keys), without_graph(states.values)
+        else:
+            keys, values = states.token_keys, states.token_values
+        states.storage.write(slots, keys, values)
 
     def holds(self, storage: LayerStorage, keys: torch.Tensor) -> bool:
         """Whether a token of the step has these keys ([tokens, kv_heads, dim]) in its slot."""
@@ -302,7 +313,6 @@ class AttentionMetadata:
         return begin if step._real is None else begin[step._real]
 
 
-@dataclass(slots=True, eq=False)
 class LayerStates:
     """A layer's K/V in one step: where the past is, and the step's new states.
 
@@ -310,15 +320,40 @@ class LayerStates:
         metadata: the step's index arrays.
         storage: the layer's blocks, in which the new states are too.
         keys, values: the new states as the model computed them, [rows, kv_heads, columns, dim].
-        token_keys, token_values: those of them that are tokens, [tokens, kv_heads, dim].
     """
 
-    metadata: AttentionMetadata
-    storage: LayerStorage
-    keys: torch.Tensor
-    values: torch.Tensor
-    token_keys: torch.Tensor
-    token_values: torch.Tensor
+    __slots__ = ("_tokens", "keys", "metadata", "storage", "values")
+
+    def __init__(
+        self,
+        metadata: AttentionMetadata,
+        storage: LayerStorage,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ):
+        self.metadata, self.storage, self.keys, self.values = metadata, storage, keys, values
+        self._tokens: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def token_keys(self) -> torch.Tensor:
+        """Those of the new keys that are tokens, [tokens, kv_heads, dim]."""
+        return self._unpadded()[0]
+
+    @property
+    def token_values(self) -> torch.Tensor:
+        """Those of the new values that are tokens, [tokens, kv_heads, dim]."""
+        return self._unpadded()[1]
+
+    def _unpadded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._tokens is None:
+            unpad = self.metadata.step.unpad
+            self._tokens = unpad(without_graph(self.keys)), unpad(without_graph(self.values))
+        return self._tokens
+
+
+def without_graph(states: torch.Tensor) -> torch.Tensor:
+    """`states`, of whose gradients nothing is known."""
+    return states.detach() if states.requires_grad else states
 
 
 def shown_columns(window: int | None, past: int, queries: int) -> tuple[int, int]:

@@ -14,13 +14,19 @@ from .storage import LayerStorage
 from .transfer import upload
 
 
-def check_states(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raise ValueError unless K and V are [batch, kv_heads, tokens, head_dim]."""
+def checked_states(
+    layer: int, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V in one dtype; ValueError unless both are [batch, kv_heads, tokens, head_dim]."""
     if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
         raise ValueError(
             f"Layer {layer} got K of shape {tuple(keys.shape)} and V of {tuple(values.shape)}; "
             "both must be [batch, kv_heads, tokens, head_dim]."
         )
+    if keys.dtype == values.dtype:
+        return keys, values
+    wider = torch.promote_types(keys.dtype, values.dtype)
+    return keys.to(wider), values.to(wider)  # under autocast rotary embeddings leave K in float32
 
 
 def check_rows(

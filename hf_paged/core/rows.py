@@ -15,7 +15,6 @@ import torch
 
 from .block_table import BlockTables, slots_in
 from .forward import CacheState
-from .provenance import Provenance
 from .row_layout import RowLayout, freed_among
 from .transfer import upload
 
@@ -81,11 +80,6 @@ def habits(state: CacheState) -> dict[str, Any]:
 def take_habits(state: CacheState, known: dict[str, Any]) -> None:
     """Know what `habits` returned."""
     vars(state).update(known)
-
-
-def adopt(state: CacheState, tables: BlockTables, provenance: Provenance) -> None:
-    """Begin with the rows of `tables`."""
-    state.tables, state.provenance = tables, provenance
 
 
 def start_recording(state: CacheState) -> None:

@@ -47,13 +47,19 @@ class LayerStorage:
         # One statement each, so that no exception leaves K, or V, in two memories.
         self.padded_keys, self.keys, self.key_slots = padded_keys, keys, key_slots
         self.padded_values, self.values, self.value_slots = padded_values, values, value_slots
+        slots = bits(key_slots), bits(value_slots)
+        self._slots = {3: slots, 4: (slots[0].unsqueeze(2), slots[1].unsqueeze(2))}
+
+    def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these are K/V ([batch, kv_heads, tokens, head_dim]) that can be stored here."""
+        k, v = keys.shape, values.shape
+        if len(k) != 4 or len(v) != 4 or k[0] != v[0] or k[2] != v[2]:
+            return False
+        given = (k[1], v[1], k[3], v[3], keys.dtype, values.dtype, keys.device, values.device)
+        return given == self._expected
 
     def refusal(self, keys: torch.Tensor, values: torch.Tensor) -> str | None:
         """Why K/V ([batch, kv_heads, tokens, head_dim]) cannot be stored here, None if they can."""
-        k, v = keys.shape, values.shape
-        given = (k[1], v[1], k[3], v[3], keys.dtype, values.dtype, keys.device, values.device)
-        if given == self._expected:
-            return None
         for name, stored, new in (("K", self.keys, keys), ("V", self.values, values)):
             _, _, heads, dim = stored.shape
             if new.shape[1] != heads or new.shape[3] != dim:
@@ -109,11 +115,17 @@ class LayerStorage:
             memory[target] = memory[source]
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write [tokens, kv_heads, head_dim] K and V to `slots` (int64 [tokens], same device)."""
-        for stored, new in ((self.key_slots, keys), (self.value_slots, values)):
-            if new.dtype != stored.dtype:
-                new = _converted(new, stored.dtype)
-            bits(stored).index_copy_(0, slots, bits(new))
+        """Write K and V to `slots` (int64 [tokens], same device).
+
+        Args:
+            keys, values: [tokens, kv_heads, head_dim], or of one column [rows, kv_heads, 1,
+                head_dim].
+        """
+        dtype = self.keys.dtype
+        for stored, new in zip(self._slots[keys.ndim], (keys, values), strict=True):
+            if new.dtype != dtype:
+                new = _converted(new, dtype)
+            stored.index_copy_(0, slots, bits(new))
 
 
 def is_debugging() -> bool:

@@ -164,7 +164,7 @@ def attend(call: AttentionCall) -> torch.Tensor | None:
 
 def _attend(call: AttentionCall) -> torch.Tensor:
     function = _function(call.storage.keys.dtype)
-    begin, heads, value_dim = call.first_visible, call.query.shape[1], call.values.shape[2]
+    begin, heads, value_dim = call.first_visible, call.query.shape[1], call.value_dim
     # OpenMP's threads do not survive a fork.
     threads = torch.get_num_threads() if os.getpid() == _PROCESS else 1
     # The layers share the array of first tokens itself, so it tells one pattern from another.
