@@ -48,10 +48,11 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from evals.common import Rows, machine_facts, write_results
 from hf_paged import BlockPool, PagedCache
-from hf_paged.attention import paged_attention, paged_mask
+from hf_paged.attention import paged_attention
 from hf_paged.backends import flashinfer as backend
 from hf_paged.backends.dense import reference_attention
 from hf_paged.core.metadata import MaskFacts, Pattern
+from hf_paged.mask import paged_mask
 from hf_paged.view import LazyMask
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn

@@ -28,14 +28,23 @@ import psutil
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
-from transformers import DynamicCache, GenerationConfig, LlamaConfig
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from evals.common import alternate, machine_facts, write_results
 from examples import small_model
 from hf_paged import PagedCache
-from hf_paged.attention import paged_attention, paged_mask
+from hf_paged.attention import paged_attention
 from hf_paged.backends import AttentionCall
+from hf_paged.mask import paged_mask
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -255,6 +264,67 @@ def in_a_process(way: str, quick: bool) -> tuple[float, int]:
         return executor.submit(run_generate, way, quick).result()
 
 
+class Clock(StoppingCriteria):
+    """When each token of a generate was there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> Any:
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def compiled_step(model: Any, rows: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """A decode step inside generate, in turns: eager on two caches, compiled on two others."""
+    config, start = model.config, torch.randint(5, 40000, (rows, tokens))
+    most = tokens + 9 * (rounds + 1)
+    caches: dict[str, tuple[Any, str, bool]] = {
+        "DynamicCache": (DynamicCache(config=config), "sdpa", False),
+        "eager": (PagedCache(config=config, num_blocks=rows * (most // 16 + 1)), "hf_paged", False),
+        "compiled": (
+            PagedCache(config=config, num_blocks=rows * (most // 16 + 1), compile=True),
+            "hf_paged",
+            True,
+        ),
+        "StaticCache": (StaticCache(config=config, max_cache_len=most), "sdpa", True),
+    }
+    compiling = CompileConfig(mode=None)
+    compiling._compile_all_devices = True
+    ids, compile_s = {}, {}
+    spent: dict[str, list[float]] = {way: [] for way in caches}
+    for way, (cache, attention, _) in caches.items():
+        filled(model, cache, attention, start[:, :-1])
+        ids[way] = start
+    for turn in range(rounds + 1):  # the first one compiles
+        for way, (cache, attention, is_compiled) in caches.items():
+            model.set_attn_implementation(attention)
+            clock, begin = Clock(), time.perf_counter()
+            ids[way] = model.generate(
+                ids[way],
+                attention_mask=torch.ones_like(ids[way]),
+                past_key_values=cache,
+                max_new_tokens=9,
+                min_new_tokens=9,
+                do_sample=False,
+                pad_token_id=0,
+                compile_config=compiling if is_compiled else None,
+                stopping_criteria=StoppingCriteriaList([clock]),
+            )
+            if not turn:
+                compile_s[way] = time.perf_counter() - begin
+            else:  # the first token is computed eagerly
+                spent[way] += [b - a for a, b in itertools.pairwise(clock.times)][1:]
+    ms = {way: statistics.median(times) * 1e3 for way, times in spent.items()}
+    return {
+        "case": f"{str(model.dtype)[6:]} {rows}x{tokens}",
+        **{f"{way} ms": one for way, one in ms.items()},
+        "x DynamicCache": ms["DynamicCache"] / ms["compiled"],
+        "x StaticCache": ms["StaticCache"] / ms["compiled"],
+        "compiling s": compile_s["compiled"],
+    }
+
+
 class NoAttention:
     """A backend that computes nothing: what is left of a step is host work."""
 
@@ -321,12 +391,16 @@ def main(arguments: argparse.Namespace) -> None:
     models = {dtype: small_model.load(dtype=dtype)[0] for dtype in (F32, BF16)}
     calls = CALLS[:2] if quick else CALLS
     steps = [(F32, 1, 512), (F32, 4, 1024)] if quick else STEPS
+    compiled = [(F32, 1, 128)] if quick else [(F32, 1, 512), (F32, 8, 2048), (BF16, 8, 2048)]
     cached = 512 if quick else 2048
     parts = {
         CALL: (attention_call(*call, bandwidth) for call in calls),
         STEP: (decode_step(models[step[0]], *step[1:], 10 if quick else 30) for step in steps),
         "Prefill behind a cached prefix, against one masked SDPA": (
             prefill(*heads, cached, 4 if quick else 10) for heads in ((9, 3, 64), (32, 8, 128))
+        ),
+        "A decode step in generate, eager and compiled": (
+            compiled_step(models[step[0]], *step[1:], 2 if quick else 4) for step in compiled
         ),
         "Host work of a decode step": (host_work(rows, 200) for rows in (8, 64)),
         "generate on 8 ragged prompts": generates(quick),

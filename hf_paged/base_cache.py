@@ -28,8 +28,10 @@ class BaseCache(DynamicCache):
     state: CacheState
     _reader: Reader
 
-    def _set_state(self, state: CacheState, backend: str | Backend) -> None:
-        self.state, self._reader = state, Reader(state.model.spec.attending, backend)
+    def _set_state(
+        self, state: CacheState, backend: str | Backend, may_compile: bool = False
+    ) -> None:
+        self.state, self._reader = state, Reader(state.model.spec, backend, may_compile)
         Cache.__init__(self, layers=make_layers(state, self._reader))
 
     @property
@@ -50,8 +52,8 @@ class BaseCache(DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """False: what a step needs is decided on the host."""
-        return False
+        """Whether generate may compile decode steps."""
+        return self._reader.eager_reason is None
 
     @property
     def has_other_states(self) -> bool:

@@ -21,6 +21,7 @@ from transformers import (
 from .arguments import check_count, row_numbers
 from .backends import Backend, check_backend, stored_dims
 from .base_cache import BaseCache, select_states
+from .compiled import make_compileable
 from .core.block_table import BlockTables
 from .core.forward import CacheState
 from .core.kv_storage import KVStorage
@@ -61,6 +62,8 @@ class PagedCache(BaseCache):
         backend: "auto", or the name of an attention backend; the environment variable
             HF_PAGED_BACKEND goes before it.
         share_prompts: store what the prompts of a batch have in common at their beginning once.
+        compile: let generate run decode steps as one compiled graph, where transformers would do so
+            for a StaticCache.
 
     Raises:
         ValueError: naming the argument that is wrong, or the two that contradict each other.
@@ -76,6 +79,7 @@ class PagedCache(BaseCache):
         max_memory: int | str | None = None,
         backend: str | Backend = "auto",
         share_prompts: bool = True,
+        compile: bool = False,
     ):
         if (config is None) == (pool is None):
             raise ValueError("Pass either config (for a pool of its own) or pool, one of them.")
@@ -94,17 +98,28 @@ class PagedCache(BaseCache):
                 raise ValueError(
                     f"block_size={block_size} contradicts the pool's, which is {pool.block_size}."
                 )
-        self._begin(pool, backend, share_prompts)
+        self._begin(pool, backend, share_prompts, compile)
 
-    def _begin(self, pool: BlockPool, backend: str | Backend, share_prompts: bool) -> None:
+    def _begin(
+        self, pool: BlockPool, backend: str | Backend, share_prompts: bool, may_compile: bool
+    ) -> None:
         self.pool = pool
-        dims = partial(stored_dims, backend)
-        self._set_state(CacheState(pool.storage, pool.model, dims, share_prompts), backend)
+        state = CacheState(pool.storage, pool.model, partial(stored_dims, backend), share_prompts)
+        self._set_state(state, backend, may_compile)
+
+    def _set_state(
+        self, state: CacheState, backend: str | Backend, may_compile: bool = False
+    ) -> None:
+        super()._set_state(state, backend, may_compile)
+        if may_compile:
+            make_compileable(self.layers)
 
     @classmethod
-    def holding(cls, pool: BlockPool, tables: BlockTables, provenance: Provenance) -> PagedCache:
+    def holding(
+        cls, pool: BlockPool, tables: BlockTables, provenance: Provenance, **kwargs: Any
+    ) -> PagedCache:
         """A cache of a pool whose rows are those of `tables`."""
-        cache = cls(pool=pool)
+        cache = cls(pool=pool, **kwargs)
         cache.state.tables, cache.state.provenance = tables, provenance
         return cache
 
@@ -119,7 +134,7 @@ class PagedCache(BaseCache):
         check_count("n", n)
         numbers = np.arange(len(self.state.tokens)).repeat(n)
         forked = copy.copy(self)  # a subclass may have more attributes
-        forked._set_state(fork(self.state, numbers), self._reader.backend)
+        forked._set_state(fork(self.state, numbers), self._reader.backend, self._reader.may_compile)
         added = self.layers[len(forked.layers) :]  # some models make more layers of their own
         forked.layers += copy.deepcopy(added)
         copies = zip(self.stateful_layers(), forked.stateful_layers(), strict=True)
@@ -144,7 +159,7 @@ class PagedCache(BaseCache):
         return {
             "config": spec.whole_config,
             "pool": {"block_size": self.pool.block_size, "kv_dtype": storage.kv_dtype},
-            "cache": (self._reader.backend, self.state.share_prompts),
+            "cache": (self._reader.backend, self.state.share_prompts, self._reader.may_compile),
             "rows": pack(self.state),
             "states": [states_of(layer) for layer in self.layers[:count]],
             "added": self.layers[count:],

@@ -22,7 +22,7 @@ from .core.model_spec import cross_layers, other_attention
 from .core.rows import can_read, shown_slots, start_recording
 from .core.storage import LayerStorage, gather
 from .edit import assign, edit
-from .view import COMPILED, KVLength, Reader, ReadOnly, no_writes
+from .view import COMPILED, TRACED, KVLength, Reader, ReadOnly, no_writes
 
 
 # A compiled forward breaks its graph here, and gets ordinary numbers and tensors: it can neither
@@ -35,7 +35,7 @@ def _columns(layer: PagedLayer) -> int:
 @torch.compiler.disable
 def _mask_sizes(layer: PagedLayer, queries: int) -> tuple[int, int]:
     length, offset = layer.get_mask_sizes(queries)
-    layer._reader.is_compiling = True
+    layer.reader.is_compiling = True
     return int(length), offset
 
 
@@ -66,16 +66,18 @@ class PagedLayer(DynamicLayer):
     is_croppable = True
     is_sliding = False
 
+    number: torch.Tensor | None = None  # by which compiled forwards find the cache
+
     def __init__(self, state: CacheState, reader: Reader, index: int):
-        self._state, self._reader, self._index = state, reader, index
+        self.state, self.reader, self.index = state, reader, index
 
     @property
     def is_initialized(self) -> bool:
-        return can_read(self._state, self._index)
+        return can_read(self.state, self.index)
 
     @property
     def batch_size(self) -> int:
-        return len(self._state.tokens) or -1
+        return len(self.state.tokens) or -1
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -88,9 +90,9 @@ class PagedLayer(DynamicLayer):
         return self._of_storage("dtype").given_dtype
 
     def _of_storage(self, name: str) -> LayerStorage:
-        storage = self._state.storage.stored(self._index)
+        storage = self.state.storage.stored(self.index)
         if storage is None:
-            raise AttributeError(f"Layer {self._index} has had no K/V, so no {name} is known.")
+            raise AttributeError(f"Layer {self.index} has had no K/V, so no {name} is known.")
         return storage
 
     @property
@@ -103,7 +105,7 @@ class PagedLayer(DynamicLayer):
 
     @keys.setter
     def keys(self, states: torch.Tensor | None) -> None:
-        with edit(self._state, self._index) as (keys, _):
+        with edit(self.state, self.index) as (keys, _):
             assign(keys, states)
 
     @property
@@ -113,17 +115,17 @@ class PagedLayer(DynamicLayer):
 
     @values.setter
     def values(self, states: torch.Tensor | None) -> None:
-        with edit(self._state, self._index) as (_, values):
+        with edit(self.state, self.index) as (_, values):
             assign(values, states)
 
     def _copy(self, part: Literal["keys", "values"]) -> torch.Tensor | None:
-        states = _read(self._state, self._index, part)
+        states = _read(self.state, self.index, part)
         if states is None or torch.compiler.is_compiling():
             return states
-        return ReadOnly(states, no_writes(self._index))
+        return ReadOnly(states, no_writes(self.index))
 
     def activate_past_recording(self) -> None:
-        start_recording(self._state)
+        start_recording(self.state)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Blocks are taken by `update`."""
@@ -134,25 +136,28 @@ class PagedLayer(DynamicLayer):
         """Write [batch, kv_heads, tokens, head_dim] K/V; returns all that are shown, as views where
         our attention function reads them."""
         if torch.compiler.is_compiling():
-            return _updated(self, key_states, value_states)
+            if self.number is None or not self.reader.is_prepared or key_states.shape[2] != 1:
+                return _updated(self, key_states, value_states)
+            TRACED.states = key_states, value_states, self.number, self.index
+            return key_states, value_states
         return self._show(key_states, value_states)
 
     def _show(
         self, keys: torch.Tensor, values: torch.Tensor, gathered: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._state.lock:  # what is gathered is read before another thread can go on
-            return self._reader.show(self._state.update(self._index, keys, values), gathered)
+        with self.state.lock:  # what is gathered is read before another thread can go on
+            return self.reader.show(self.state.update(self.index, keys, values), gathered)
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> Any:  # in a compiled step a tensor, as of a StaticCache
         if torch.compiler.is_compiling():
-            return _columns(self)
-        return self._state.tokens_of(self._index).columns
+            return self.reader.columns if self.reader.is_prepared else _columns(self)
+        return self.state.tokens_of(self.index).columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if torch.compiler.is_compiling():
             return _mask_sizes(self, query_length)
-        state, config = self._state, self._reader.config
-        window, tokens = state.storage.group(self._index).window, state.tokens_of(self._index)
+        state, config = self.state, self.reader.config
+        window, tokens = state.storage.group(self.index).window, state.tokens_of(self.index)
         length, offset = shown_columns(window, tokens.columns, query_length)
         if tokens is not state.complete:
             return length, offset  # a layer asks that has the step's tokens: no mask of this step
@@ -163,7 +168,7 @@ class PagedLayer(DynamicLayer):
                 state.masks.drop()
             if config._attn_implementation == "flex_attention":
                 return length, offset  # it is compiled code, and anew for every int of ours
-        return KVLength(length, state), offset
+        return KVLength(length, state, self.reader), offset
 
     def crop(self, tokens_to_remove: int) -> None:
         raise self._not_alone("crop(...)")
@@ -188,19 +193,19 @@ class PagedLayer(DynamicLayer):
 
     def _not_alone(self, call: str) -> NotImplementedError:
         return NotImplementedError(
-            f"Layers of a PagedCache share their block tables, so that layer {self._index} cannot "
+            f"Layers of a PagedCache share their block tables, so that layer {self.index} cannot "
             f"do this alone; call cache.{call}."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """transformers' own layer with the same contents: blocks belong to whole caches."""
-        layer: Any = copy.deepcopy(self._state.model.spec.plain_layers[self._index])
+        layer: Any = copy.deepcopy(self.state.model.spec.plain_layers[self.index])
         copy_states(self, layer)
         if self.is_initialized:
             layer.update(self.keys, self.values)
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = self.get_seq_length()
-            layer.record_past = self._state.record_past
+            layer.record_past = self.state.record_past
         return layer
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -220,7 +225,7 @@ class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
     @property
     def sliding_window(self) -> int:  # type: ignore[override]
         """Tokens that a query may look back on, itself included."""
-        window = self._state.storage.group(self._index).window
+        window = self.state.storage.group(self.index).window
         assert window is not None
         return window
 
@@ -235,11 +240,11 @@ class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
     @property
     def record_past(self) -> bool:
         """Whether tokens that leave the window are kept until the next `crop`."""
-        return self._state.record_past
+        return self.state.record_past
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self._state.record_past = value
+        self.state.record_past = value
 
     def get_max_length(self) -> int:
         return self.sliding_window
@@ -296,7 +301,7 @@ class CrossLayer(DynamicLayer):
 
 def states_of(layer: Any) -> dict[str, Any]:
     """All that a layer keeps outside of the blocks, by attribute."""
-    shared = ("_state", "_reader", "_index")
+    shared = ("state", "reader", "index", "number")
     return {name: value for name, value in vars(layer).items() if name not in shared}
 
 

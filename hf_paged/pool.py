@@ -165,6 +165,7 @@ class BlockPool:
         *,
         extra_key: ExtraKey = None,
         num_return_sequences: int = 1,
+        compile: bool = False,
     ) -> Any:
         """A `PagedCache` that already holds the longest known beginning of every prompt.
 
@@ -188,6 +189,7 @@ class BlockPool:
                 of an image, what `insert_prefix` cannot see): text, an int, bytes, or a tuple of
                 these.
             num_return_sequences: how many rows of the cache each prompt gets.
+            compile: as for `PagedCache`.
 
         Raises:
             ValueError: arguments of another kind, padding on the right, images or sounds without an
@@ -201,13 +203,13 @@ class BlockPool:
             self.allocator.collect()
             tokens, tables = match(self.index, self.model.spec, key, ids, attention_mask)
             if not tokens.columns:
-                return self.cache_type(pool=self)
+                return self.cache_type(pool=self, compile=compile)
             rows = np.arange(len(ids)).repeat(num_return_sequences)
             held = [table[rows] for table in tables]
             held_tables = BlockTables.holding(self.allocator, tokens.select(rows), held)
         provenance = Provenance(key[0], autocast_dtype())
         provenance.note_ids(ids.cpu().numpy()[rows], tokens.columns)
-        return self.cache_type.holding(self, held_tables, provenance)
+        return self.cache_type.holding(self, held_tables, provenance, compile=compile)
 
     def insert_prefix(
         self,

@@ -40,6 +40,8 @@ class CacheReport:
         backend: the attention backend in use.
         paged_calls: attention calls that read K/V through the block tables.
         dense_calls: reason -> attention calls that gathered K/V first.
+        compiled_calls: how many of all came from compiled forwards.
+        eager_reason: why decode steps cannot be compiled, None if generate may compile them.
     """
 
     rows: int
@@ -54,6 +56,8 @@ class CacheReport:
     backend: str
     paged_calls: int
     dense_calls: dict[str, int]
+    compiled_calls: int = 0
+    eager_reason: str | None = None
 
     def __str__(self) -> str:
         table = Table(title="PagedCache", show_header=False, title_justify="left")
@@ -68,6 +72,8 @@ class CacheReport:
         table.add_row("memory", format_bytes(self.bytes))
         table.add_row("DynamicCache", f"{format_bytes(self.dense_bytes)}{share}")
         table.add_row("attention", f"{self.backend}, {self.paged_calls} calls")
+        if self.compiled_calls:
+            table.add_row("compiled", f"{self.compiled_calls} calls")
         for reason, calls in sorted(self.dense_calls.items()):
             table.add_row("  gathered", f"{calls} calls: {reason}")
         out = io.StringIO()
@@ -106,6 +112,8 @@ def report(state: CacheState, reader: Reader) -> CacheReport:
         backend="dense" if isinstance(backend, str) else backend.name,
         paged_calls=reader.calls.paged,
         dense_calls=dict(reader.calls.dense),
+        compiled_calls=reader.calls.compiled,
+        eager_reason=reader.eager_reason,
     )
 
 

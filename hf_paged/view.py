@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from .backends import Backend
 from .core.forward import CacheState
-from .core.metadata import LayerStates, MaskFacts, Step
-from .core.model_spec import READ_BY_MODEL, advise, other_attention
+from .core.metadata import AttentionMetadata, LayerStates, MaskFacts, Step
+from .core.model_spec import READ_BY_MODEL, ModelSpec, advise, other_attention
 from .core.storage import gather
 
 PAGED, COMPILED = "paged", "torch.compile"  # ways of an attention call
@@ -35,42 +34,109 @@ class KVLength(int):
     """
 
     state: CacheState
+    reader: Reader
 
-    def __new__(cls, length: int, state: CacheState) -> KVLength:
+    def __new__(cls, length: int, state: CacheState, reader: Reader) -> KVLength:
         self = super().__new__(cls, length)
-        self.state = state
+        self.state, self.reader = state, reader
         return self
 
     def __reduce__(self) -> Any:
         return int, (int(self),)
 
 
+class Traced:
+    """The K/V that the last layer of a forward that is being compiled has handed on.
+
+    Attributes:
+        states: (keys, values, the number of the cache, the layer), None once they were read.
+    """
+
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None = None
+
+
+TRACED = Traced()
+
+
 @dataclass
 class Calls:
-    """Attention calls of a cache: through the block tables, and gathered first, by reason."""
+    """Attention calls of a cache: through the block tables, gathered first, by reason, and how many
+    of all came from compiled forwards."""
 
     paged: int = 0
     dense: Counter[str] = field(default_factory=Counter)
+    compiled: int = 0
 
 
 class Reader:
     """Who reads the K/V of a cache, and which way it was done.
 
     Args:
-        config: the one in which the model looks up its attention implementation.
+        spec: what the model's config says.
         backend: the attention backend to use, or its name.
+        may_compile: whether generate may compile decode steps.
 
     Attributes:
+        config: the one in which the model looks up its attention implementation.
         calls: how often the layers were read which way.
         is_compiling: set when compiled code makes the mask of the step that comes.
+        is_prepared: whether the mask of a decode step has been made for a compiled forward, in
+            which a layer's attention is one operator.
+        columns: int64 [], the columns in front of that step.
+        token: what stands for the masks of such a step in a graph, of a size that never changes.
     """
 
-    def __init__(self, config: PreTrainedConfig, backend: str | Backend):
-        self.config, self.backend, self.calls = config, backend, Calls()
+    def __init__(self, spec: ModelSpec, backend: str | Backend, may_compile: bool):
+        self.config, self.backend, self.calls = spec.attending, backend, Calls()
+        self.may_compile, self._stateful_layers = may_compile, spec.stateful_layers
+        self._decoder = spec.config
         self.is_compiling = False
+        self.is_prepared, self.columns = False, torch.zeros((), dtype=torch.long, device="cpu")
+        # Whether a layer's K/V went another way than once into our attention function.
+        self._is_irregular = False
+        self.token: torch.Tensor | None = None
+        self._masks: dict[tuple[int, int], LazyMask] = {}
         self._step: Step | None = None
         self._gathered: str | None = None  # why K/V of this step are no views
         self._is_compiled = False  # whether compiled code has made its mask, an ordinary one
+
+    @property
+    def eager_reason(self) -> str | None:
+        """Why decode steps are not compiled, None if generate may compile them."""
+        if not self.may_compile:
+            return "compile=True was not asked for"
+        if self._stateful_layers:
+            return f"layers {self._stateful_layers} keep other states than K/V"
+        if "chunked_attention" in (getattr(self._decoder, "layer_types", None) or ()):
+            return "chunked attention, which transformers itself does not compile"
+        if self._is_irregular:
+            return "the model reads K/V itself, or several times"
+        return other_attention(self.config)
+
+    def stand_in(self, mask: LazyMask) -> torch.Tensor:
+        """A tensor without elements in place of a decode step's mask: whatever reads it fails."""
+        facts, token = mask.facts, self.token
+        if token is None or len(token) != facts.rows or token.device != mask.device:
+            shape = facts.rows, 1, 1, 0
+            self.token = token = torch.zeros(shape, dtype=torch.bool, device=mask.device)
+        if any(other.facts.past != facts.past for other in self._masks.values()):
+            self._masks = {}
+        self._masks[facts.kv_length, facts.kv_offset] = mask
+        self.is_prepared = True
+        self.columns.fill_(facts.past)
+        return token
+
+    def note_way(self, way: str, before: str | None) -> None:
+        """Look at how K/V were read, after they were read `before` in another way, or not yet."""
+        self._is_irregular |= before is not None or way == READ_BY_MODEL
+
+    def mask_for(
+        self, metadata: AttentionMetadata, mask: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The mask that `mask` stands for in the layers of a group."""
+        if mask is None or mask is not self.token:
+            return mask
+        return self._masks[metadata.kv_length, metadata.kv_offset]
 
     def show(
         self, states: LayerStates, gathered: str | None = None
@@ -88,7 +154,7 @@ class Reader:
         if gathered is None and self._gathered is not None:
             gathered = self._gathered
             advise(gathered)
-        pages = LayerPages(states, self.calls, self.backend, self._is_compiled)
+        pages = LayerPages(states, self, self._is_compiled)
         return pages.views() if gathered is None else pages.tensors(gathered)
 
 
@@ -98,27 +164,26 @@ class LayerPages:
 
     Attributes:
         states: the layer's K/V in one step.
-        calls: how often the layers of this cache were read which way.
-        backend: the attention backend to use, or its name.
+        reader: who reads the layers of this cache.
         is_compiled: whether compiled code has made the mask, an ordinary one.
         counted: which way the last attention call on them went.
     """
 
     states: LayerStates
-    calls: Calls
-    backend: str | Backend
+    reader: Reader
     is_compiled: bool
     counted: str | None = None
 
     def count(self, way: str) -> None:
         """Count an attention call: PAGED, or why the states are gathered first."""
+        self.reader.note_way(way, self.counted)
         if self.counted == READ_BY_MODEL:
             return  # they were gathered before it, and that is counted
         self.counted = way
         if way == PAGED:
-            self.calls.paged += 1
+            self.reader.calls.paged += 1
         else:
-            self.calls.dense[way] += 1
+            self.reader.calls.dense[way] += 1
 
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) without data, for whatever can read blocks or densifies them."""
@@ -312,6 +377,10 @@ class LazyMask(Densifying):
         )
         mask.facts, mask._build = facts, build
         return mask
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> LazyMask:
+        """Itself: nothing is built yet."""
+        return self
 
     def densify(self) -> torch.Tensor:
         self.facts.is_read = True

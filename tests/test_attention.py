@@ -23,10 +23,11 @@ from transformers import DynamicCache, LlamaConfig
 
 from examples import small_model
 from hf_paged import BlockPool, PagedCache
-from hf_paged.attention import paged_attention, paged_mask
+from hf_paged.attention import paged_attention
 from hf_paged.backends.cpu import runner
 from hf_paged.backends.dense import reference_attention
 from hf_paged.core.metadata import MaskFacts, Pattern
+from hf_paged.mask import paged_mask
 from hf_paged.view import LazyMask
 
 # About twice what torch's own attention is off by, on the same inputs.

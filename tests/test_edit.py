@@ -15,7 +15,7 @@ from interrupts import interrupt
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
-from hf_paged.attention import paged_mask
+from hf_paged.mask import paged_mask
 from hf_paged.view import LazyMask
 
 Build = Callable[[str], PreTrainedModel]

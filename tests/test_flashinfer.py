@@ -34,10 +34,10 @@ from transformers.masking_utils import sdpa_mask
 import hf_paged.backends
 from examples import small_model
 from hf_paged import BlockPool, PagedCache
-from hf_paged.attention import paged_mask
 from hf_paged.backends import flashinfer as backend
 from hf_paged.core.metadata import Pattern
 from hf_paged.core.transfer import _packed, _views
+from hf_paged.mask import paged_mask
 from hf_paged.view import LazyMask
 
 BF16, F16 = torch.bfloat16, torch.float16

@@ -27,12 +27,14 @@ MAY_IMPORT = {
     "batching": "arguments core",
     "pool": "arguments batching core prefix",
     "view": "backends core",
-    "attention": "backends core view",
+    "mask": "core view",
+    "attention": "backends core mask view",
     "layers": "core edit view",
     "report": "backends core view",
     "base_cache": "arguments backends core layers view",
     "prefill": "arguments base_cache",
-    "cache": "arguments backends base_cache core edit layers pool prefill prefix report "
+    "compiled": "attention layers",
+    "cache": "arguments backends base_cache compiled core edit layers pool prefill prefix report "
     "serialization",
     "stopping": "arguments cache",
     "integrations": "cache core pool prefill",

@@ -23,7 +23,7 @@ from conftest import TINY, ragged_ids, tiny, two_layer_config
 from interrupts import Points
 
 from hf_paged import BlockPool, PagedCache, PoolExhausted
-from hf_paged.attention import paged_mask
+from hf_paged.mask import paged_mask
 from hf_paged.view import LazyMask
 
 # An exception in a generator that is being closed can go nowhere.

@@ -29,7 +29,7 @@ from hf_paged import (
     PoolExhausted,
     encoder_decoder_cache,
 )
-from hf_paged.attention import paged_mask
+from hf_paged.mask import paged_mask
 
 Build = Callable[[str], PreTrainedModel]
 

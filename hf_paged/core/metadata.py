@@ -49,6 +49,11 @@ class MaskFacts:
     padding: torch.Tensor | None = None
     is_read: bool = False
 
+    @property
+    def past(self) -> int:
+        """The columns in front of the step."""
+        return self.kv_offset + self.kv_length - self.queries
+
 
 class Step:
     """The columns that one forward appends to every row.
@@ -86,6 +91,7 @@ class Step:
         self.ended_at: int | None = None  # the first column that its mask has ended a row at
         # bool [rows], in which a token got another position than its own; None if nobody said.
         self.moved: torch.Tensor | None = None
+        self.is_unseen = False  # whether it runs in a compiled forward, whose inputs nobody sees
         self.is_custom = False  # whether attention was under a mask that nobody knows
         self._differ = False  # whether this step has masks of different padding
         self._checked: list[torch.Tensor] = []  # masks that `once` was asked about

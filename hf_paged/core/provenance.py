@@ -98,6 +98,10 @@ class Provenance:
             columns = torch.where(step.moved, step.before.columns, ENDLESS)
             self.moved = columns if self.moved is None else self.moved.minimum(columns)
 
+    def note_unseen(self, step: Step) -> None:
+        """Nobody has seen at which positions the tokens of a step are."""
+        self._limit(np.full(len(step), step.before.columns))
+
     def note_mixed(self, column: int) -> None:
         """From this column on a row's K/V may be of more or less than its own past alone."""
         known = self.known_columns
