@@ -305,7 +305,8 @@ def restore(state: CacheState) -> None:
     Raises:
         PoolExhausted: too few are free; it stays outside.
     """
-    with state.exclusive():
+    with state.lock:
+        state.check_turn()
         if state.is_freed:
             state.check_usable()
         if state.outside is not None:

@@ -13,8 +13,6 @@ by assignments alone, and a roll-back may be cut short and begun again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -144,8 +142,7 @@ class CacheState:
             ValueError: K/V of another batch, shape, dtype or device than the layer's.
         """
         with self.lock:
-            if self._behind and not self._is_fresh:
-                self._forward.check_thread()
+            self.check_turn()
             self.check_usable()
             storage = self.storage.stored(layer)
             if storage is None or not storage.takes(keys, values):
@@ -190,13 +187,10 @@ class CacheState:
                 raise
             return states
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """For one thread at a time, not in the middle of another thread's step."""
-        with self.lock:
-            if self._behind and not self._is_fresh:
-                self._forward.check_thread()
-            yield
+    def check_turn(self) -> None:
+        """Raise RuntimeError in the middle of another thread's step."""
+        if self._behind and not self._is_fresh:
+            self._forward.check_thread()
 
     def settle(self) -> None:
         """Roll back the step that a failed forward has left unfinished.

@@ -21,7 +21,8 @@ from .transfer import upload
 
 def settled_tables(state: CacheState) -> BlockTables:
     """The block tables, for whoever reads or keeps them; the last step is over."""
-    with state.exclusive():
+    with state.lock:
+        state.check_turn()
         return _settled(state)
 
 
@@ -45,7 +46,8 @@ def _tearing(state: CacheState) -> Iterator[None]:
 
 def note_move(state: CacheState) -> None:
     """From here on rows may no longer be the sequences that a caller takes them for."""
-    with state.exclusive():
+    with state.lock:
+        state.check_turn()
         state.settle()
         if state.provenance.known_columns is None and state.tokens.columns:
             state.provenance.known_columns = state.tokens.columns
@@ -53,7 +55,8 @@ def note_move(state: CacheState) -> None:
 
 def select(state: CacheState, rows: np.ndarray) -> None:
     """Make the rows `rows` of the present ones; an index may repeat or be left out."""
-    with state.exclusive():
+    with state.lock:
+        state.check_turn()
         state.settle()
         if len(state.tokens):
             with _tearing(state):
@@ -63,7 +66,8 @@ def select(state: CacheState, rows: np.ndarray) -> None:
 
 def fork(state: CacheState, rows: np.ndarray) -> CacheState:
     """A new state of the rows `rows` that shares every block."""
-    with state.exclusive():
+    with state.lock:
+        state.check_turn()
         state.settle()
         new = CacheState(state.storage, state.model, state.stored_dims, state.share_prompts)
         new.tables, new.provenance = state.tables.select(rows), state.provenance.select(rows)
@@ -94,7 +98,8 @@ def crop(state: CacheState, columns: int) -> None:
         ValueError: there are not that many.
         RuntimeError: a window's older tokens are gone.
     """
-    with state.exclusive():
+    with state.lock:
+        state.check_turn()
         state.settle()
         held = state.tokens.columns
         if not 0 <= columns <= held:
@@ -110,7 +115,8 @@ def crop(state: CacheState, columns: int) -> None:
 
 def free_rows(state: CacheState, rows: np.ndarray) -> None:
     """Give the blocks of `rows` back; whatever they are given from here on is not stored."""
-    with state.exclusive():
+    with state.lock:
+        state.check_turn()
         tables = _settled(state)
         freed = np.zeros(len(tables.tokens), bool) if state.freed is None else state.freed.copy()
         freed[rows] = True
@@ -122,7 +128,8 @@ def free_rows(state: CacheState, rows: np.ndarray) -> None:
 
 def reset(state: CacheState) -> None:
     """Give all blocks back; the cache is as new."""
-    with state.exclusive():
+    with state.lock:
+        state.check_turn()
         if state.is_freed:
             state.check_usable()
         state.check_between_forwards()
@@ -139,7 +146,8 @@ def free(state: CacheState) -> None:
 
 def move_out(state: CacheState, outside: Any) -> None:
     """Give all blocks back, and keep `outside` in their place."""
-    with state.exclusive():
+    with state.lock:
+        state.check_turn()
         tables = _settled(state)
         state.outside = outside
         tables.release()
@@ -180,7 +188,8 @@ def overwrite(
         RuntimeError: the cache holds other tokens by now; nothing is written.
         PoolExhausted: too few blocks are free to copy shared ones; nothing is written.
     """
-    with state.exclusive():
+    with state.lock:
+        state.check_turn()
         tables = _settled(state)
         if tables.tokens is not tokens:
             raise RuntimeError(
