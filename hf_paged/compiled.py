@@ -43,7 +43,7 @@ _MODULE = _Causal()
 def make_compileable(layers: list[Any]) -> None:
     """Let compiled forwards find these layers of a cache."""
     number = next(_numbers)
-    tensor = torch.tensor(number, device="cpu")
+    tensor = torch.tensor(number, dtype=torch.long, device="cpu")
     for layer in layers:
         if isinstance(layer, PagedLayer):
             layer.number = tensor

@@ -134,7 +134,7 @@ def _codes(function: Any) -> tuple[Any, ...]:
 _PATTERNS = {
     _codes(causal_mask_function),
     _codes(sliding_window_causal_mask_function(1)),
-    _codes(chunked_causal_mask_function(1, torch.zeros(1))),
+    _codes(chunked_causal_mask_function(1, torch.zeros(1, dtype=torch.long, device="cpu"))),
 }
 
 
