@@ -256,13 +256,13 @@ def _pattern(
     if mask is None:
         is_plain = step.columns == 1 or (is_causal and metadata.kv_length == step.columns)
         return Pattern() if is_plain and step.hidden is None else None
-    if not isinstance(mask, LazyMask) or mask.facts.pattern is None:
+    facts = mask.facts if isinstance(mask, LazyMask) else None
+    if facts is None or facts.pattern is None:
         return None
-    facts = mask.facts
     if (facts.kv_length, facts.kv_offset) != (metadata.kv_length, metadata.kv_offset):
         return None
     # transformers counts chunks from the first token that the mask shows.
-    if mask.facts.pattern.kind == "chunked" and step.hidden is not None:
+    if facts.pattern.kind == "chunked" and step.hidden is not None:
         return None
     return facts.pattern if step.has_padding_of(facts) else None
 

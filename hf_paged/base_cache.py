@@ -28,9 +28,7 @@ class BaseCache(DynamicCache):
     state: CacheState
     _reader: Reader
 
-    def _set_state(
-        self, state: CacheState, backend: str | Backend, may_compile: bool = False
-    ) -> None:
+    def _set_state(self, state: CacheState, backend: str | Backend, may_compile: bool) -> None:
         self.state, self._reader = state, Reader(state.model.spec, backend, may_compile)
         Cache.__init__(self, layers=make_layers(state, self._reader))
 

@@ -26,7 +26,7 @@ from .core.block_table import BlockTables
 from .core.forward import CacheState
 from .core.kv_storage import KVStorage
 from .core.provenance import Provenance
-from .core.rows import fork, free, free_rows
+from .core.rows import fork, free, free_rows, freed_rows
 from .edit import edit
 from .layers import copy_states, states_of
 from .pool import BlockPool
@@ -107,9 +107,7 @@ class PagedCache(BaseCache):
         state = CacheState(pool.storage, pool.model, partial(stored_dims, backend), share_prompts)
         self._set_state(state, backend, may_compile)
 
-    def _set_state(
-        self, state: CacheState, backend: str | Backend, may_compile: bool = False
-    ) -> None:
+    def _set_state(self, state: CacheState, backend: str | Backend, may_compile: bool) -> None:
         super()._set_state(state, backend, may_compile)
         if may_compile:
             make_compileable(self.layers)
@@ -126,8 +124,7 @@ class PagedCache(BaseCache):
     @property
     def freed_rows(self) -> np.ndarray:
         """bool [rows], whose blocks `free_rows` has given back."""
-        freed = self.state.freed
-        return np.zeros(len(self.state.tokens), bool) if freed is None else freed
+        return freed_rows(self.state)
 
     def fork(self, n: int = 1) -> PagedCache:
         """A new cache that shares every block; its rows are these rows, each n times in a row."""

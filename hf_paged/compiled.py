@@ -68,7 +68,7 @@ def _attend(
     step = own.state.step
     if step is not None and not step.is_unseen:
         step.is_unseen = True
-        own.state.provenance.note_unseen(step)
+        own.state.provenance.note_foreign(step)
     if mask is not None and not mask.numel():
         mask = own.reader.token  # itself, which the graph has not passed on
     out, _ = paged_attention(_MODULE, query, *views, mask, scaling, softcap=softcap, s_aux=sinks)

@@ -92,7 +92,7 @@ def paged_mask(
             hint = "; assisted decoding and prompt lookup take a fresh cache"
             raise ValueError(
                 f"The attention_mask covers {attention_mask.shape[-1]} tokens, but {q_length} new "
-                f"ones follow {kv_offset + kv_length - q_length} in the cache; it must cover all"
+                f"ones follow {facts.past} in the cache; it must cover all"
                 f"{hint if state.may_repeat else ''}."
             )
         if getattr(config, "model_type", None) in UNMASKED_TOKENS and not attention_mask.all():

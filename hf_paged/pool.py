@@ -198,7 +198,8 @@ class BlockPool:
         """
         check_count("num_return_sequences", num_return_sequences)
         ids = token_ids("input_ids", input_ids)
-        key = self._key(ids, extra_key, autocast_dtype())
+        autocast = autocast_dtype()
+        key = self._key(ids, extra_key, autocast)
         with self.allocator.lock, self.allocator.change:
             self.allocator.collect()
             tokens, tables = match(self.index, self.model.spec, key, ids, attention_mask)
@@ -207,7 +208,7 @@ class BlockPool:
             rows = np.arange(len(ids)).repeat(num_return_sequences)
             held = [table[rows] for table in tables]
             held_tables = BlockTables.holding(self.allocator, tokens.select(rows), held)
-        provenance = Provenance(key[0], autocast_dtype())
+        provenance = Provenance(key[0], autocast)
         provenance.note_ids(ids.cpu().numpy()[rows], tokens.columns)
         return self.cache_type.holding(self, held_tables, provenance, compile=compile)
 

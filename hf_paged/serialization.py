@@ -27,7 +27,7 @@ from .core.kv_storage import KVStorage
 from .core.model_spec import dtype_name
 from .core.provenance import Provenance
 from .core.row_layout import RowLayout
-from .core.rows import habits, move_out, settled_tables, take_habits
+from .core.rows import freed_rows, habits, move_out, settled_tables, take_habits
 from .core.storage import FLOAT8, bits
 
 FORMAT = "hf_paged/2"
@@ -254,8 +254,7 @@ def save_rows(state: CacheState, path: str | os.PathLike[str]) -> None:
         known = own if known is None else min(known, own)
     snapshot.facts |= {"known": known, "may_hold_padding": provenance.may_hold_padding}
     snapshot.facts["autocast"] = provenance.autocast
-    freed = np.zeros(len(tokens), bool) if state.freed is None else state.freed
-    snapshot.arrays |= {"is_token": tokens.mask(), "freed_rows": freed}
+    snapshot.arrays |= {"is_token": tokens.mask(), "freed_rows": freed_rows(state)}
     identity = provenance.identity or state.model.identity()
     snapshot.save(path, state.storage, "cache", identity)
 

@@ -196,8 +196,10 @@ class CacheState:
         """Roll back the step that a failed forward has left unfinished.
 
         Raises:
-            RuntimeError: this is the middle of a forward that has not failed.
+            RuntimeError: this is the middle of a forward that has not failed, or of another
+                thread's step.
         """
+        self.check_turn()
         self.check_between_forwards()
         self.check_usable()
         self._undo_unfinished()

@@ -46,7 +46,7 @@ class StepMasks:
         holder, mask = self._noted.get(threading.get_ident(), (None, None))
         if holder is None or mask is None or holder() is None:
             return None
-        if mask.kv_offset + mask.kv_length - mask.queries != columns:
+        if mask.past != columns:
             raise RuntimeError(
                 "The cache is not as long as when the mask of this forward was made; if several "
                 "threads use it, give each a fork() of its own."

@@ -83,7 +83,7 @@ class Provenance:
             or model.is_altered()
             or given.embeddings is not None
         ):
-            self._limit(np.full(len(step), step.before.columns))
+            self.note_foreign(step)
         if given.position_ids is not None:
             step.note_positions(given.position_ids)
         if step.is_more_than_a_pattern:
@@ -98,8 +98,8 @@ class Provenance:
             columns = torch.where(step.moved, step.before.columns, ENDLESS)
             self.moved = columns if self.moved is None else self.moved.minimum(columns)
 
-    def note_unseen(self, step: Step) -> None:
-        """Nobody has seen at which positions the tokens of a step are."""
+    def note_foreign(self, step: Step) -> None:
+        """From this step on K/V may not follow from the tokens and the identity."""
         self._limit(np.full(len(step), step.before.columns))
 
     def note_mixed(self, column: int) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from .block_table import BlockTables, slots_in
 from .forward import CacheState
+from .metadata import shown_columns
 from .row_layout import RowLayout, freed_among
 from .transfer import upload
 
@@ -22,7 +23,6 @@ from .transfer import upload
 def settled_tables(state: CacheState) -> BlockTables:
     """The block tables, for whoever reads or keeps them; the last step is over."""
     with state.lock:
-        state.check_turn()
         return _settled(state)
 
 
@@ -47,7 +47,6 @@ def _tearing(state: CacheState) -> Iterator[None]:
 def note_move(state: CacheState) -> None:
     """From here on rows may no longer be the sequences that a caller takes them for."""
     with state.lock:
-        state.check_turn()
         state.settle()
         if state.provenance.known_columns is None and state.tokens.columns:
             state.provenance.known_columns = state.tokens.columns
@@ -56,7 +55,6 @@ def note_move(state: CacheState) -> None:
 def select(state: CacheState, rows: np.ndarray) -> None:
     """Make the rows `rows` of the present ones; an index may repeat or be left out."""
     with state.lock:
-        state.check_turn()
         state.settle()
         if len(state.tokens):
             with _tearing(state):
@@ -67,7 +65,6 @@ def select(state: CacheState, rows: np.ndarray) -> None:
 def fork(state: CacheState, rows: np.ndarray) -> CacheState:
     """A new state of the rows `rows` that shares every block."""
     with state.lock:
-        state.check_turn()
         state.settle()
         new = CacheState(state.storage, state.model, state.stored_dims, state.share_prompts)
         new.tables, new.provenance = state.tables.select(rows), state.provenance.select(rows)
@@ -99,7 +96,6 @@ def crop(state: CacheState, columns: int) -> None:
         RuntimeError: a window's older tokens are gone.
     """
     with state.lock:
-        state.check_turn()
         state.settle()
         held = state.tokens.columns
         if not 0 <= columns <= held:
@@ -113,12 +109,16 @@ def crop(state: CacheState, columns: int) -> None:
         state.end_step()
 
 
+def freed_rows(state: CacheState) -> np.ndarray:
+    """bool [rows], whose blocks `free_rows` has given back."""
+    return np.zeros(len(state.tokens), bool) if state.freed is None else state.freed
+
+
 def free_rows(state: CacheState, rows: np.ndarray) -> None:
     """Give the blocks of `rows` back; whatever they are given from here on is not stored."""
     with state.lock:
-        state.check_turn()
         tables = _settled(state)
-        freed = np.zeros(len(tables.tokens), bool) if state.freed is None else state.freed.copy()
+        freed = freed_rows(state).copy()
         freed[rows] = True
         tokens = tables.tokens.without(rows)
         with state.allocator.lock, state.allocator.change:
@@ -147,7 +147,6 @@ def free(state: CacheState) -> None:
 def move_out(state: CacheState, outside: Any) -> None:
     """Give all blocks back, and keep `outside` in their place."""
     with state.lock:
-        state.check_turn()
         tables = _settled(state)
         state.outside = outside
         tables.release()
@@ -164,7 +163,7 @@ def shown_slots(state: CacheState, layer: int) -> np.ndarray:
     window only the columns that it has not dropped; -1 where a column is padding."""
     tokens, window = state.tokens_of(layer), state.storage.group(layer).window
     tables = state.tables if tokens is state.tables.tokens else state.complete_tables
-    columns = tokens.columns if window is None else min(tokens.columns, window - 1)
+    columns, _ = shown_columns(window, tokens.columns, 0)
     return tables.column_slots(state.storage.group_of_layer[layer], tokens, columns)
 
 
@@ -189,7 +188,6 @@ def overwrite(
         PoolExhausted: too few blocks are free to copy shared ones; nothing is written.
     """
     with state.lock:
-        state.check_turn()
         tables = _settled(state)
         if tables.tokens is not tokens:
             raise RuntimeError(

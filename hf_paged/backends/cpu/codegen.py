@@ -3,6 +3,8 @@
 Numba's own loops check for overlapping arrays at each entry and keep sums in memory, which made the
 two inner products less than half as fast. So these are functions that emit vector instructions:
 `make_score_tile` (logits of a few tokens) and `make_weigh_tile` (their weighted values).
+
+Numba's disk cache looks at kernel.py alone: touch that after a change here.
 """
 
 from __future__ import annotations
