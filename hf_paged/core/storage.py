@@ -44,11 +44,15 @@ class LayerStorage:
     def _set(self, padded_keys: torch.Tensor, padded_values: torch.Tensor) -> None:
         keys, values = padded_keys[..., : self._dims[0]], padded_values[..., : self._dims[1]]
         key_slots, value_slots = keys.flatten(0, 1), values.flatten(0, 1)
+        # Where states of 3 and of 4 dimensions are written to.
+        to_keys, to_values = (
+            {3: slots, 4: slots.unsqueeze(2)} for slots in (bits(key_slots), bits(value_slots))
+        )
         # One statement each, so that no exception leaves K, or V, in two memories.
-        self.padded_keys, self.keys, self.key_slots = padded_keys, keys, key_slots
-        self.padded_values, self.values, self.value_slots = padded_values, values, value_slots
-        slots = bits(key_slots), bits(value_slots)
-        self._slots = {3: slots, 4: (slots[0].unsqueeze(2), slots[1].unsqueeze(2))}
+        own = padded_keys, keys, key_slots, to_keys
+        self.padded_keys, self.keys, self.key_slots, self._to_keys = own
+        own = padded_values, values, value_slots, to_values
+        self.padded_values, self.values, self.value_slots, self._to_values = own
 
     def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether these are K/V ([batch, kv_heads, tokens, head_dim]) that can be stored here."""
@@ -122,10 +126,10 @@ class LayerStorage:
                 head_dim].
         """
         dtype = self.keys.dtype
-        for stored, new in zip(self._slots[keys.ndim], (keys, values), strict=True):
+        for target, new in ((self._to_keys, keys), (self._to_values, values)):
             if new.dtype != dtype:
                 new = _converted(new, dtype)
-            stored.index_copy_(0, slots, bits(new))
+            target[new.ndim].index_copy_(0, slots, bits(new))
 
 
 def is_debugging() -> bool:
